@@ -12,7 +12,7 @@ import math
 import pickle
 import time
 import uuid
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -284,8 +284,14 @@ class BulkCalls:
         self._sending: asyncio.Task[None] | None = None
         self._receiving: asyncio.Task[None] | None = None
 
-    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+    async def call(
+        self, method: str, *args: Any, timeout_s: float, works: Callable[[], Awaitable[bool]] | None = None
+    ) -> Any:
         """What a method of the actor returns.
+
+        Args:
+            timeout_s: seconds for the answer.
+            works: asked when they are over: whether the actor works on it, and gets as many seconds more.
 
         Raises:
             CallTimeoutError: the actor did not answer in time.
@@ -304,9 +310,10 @@ class BulkCalls:
         if not _is_running(self._sending):
             self._sending = asyncio.create_task(self._exchanging(self._send(self._caller)))
         try:
-            return await asyncio.wait_for(future, timeout_s)
-        except TimeoutError:
-            raise CallTimeoutError(f"{self._name} did not answer in time") from None
+            while not (await asyncio.wait([future], timeout=timeout_s))[0]:
+                if works is None or not await works():
+                    raise CallTimeoutError(f"{self._name} did not answer in time")
+            return future.result()
         finally:
             self._open.pop(call.number, None)
 

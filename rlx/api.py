@@ -218,11 +218,12 @@ def tuner(
     with ExitStack() as stack:
         claim = stack.enter_context(claims.take_new(storage / "sweeps", tree.pop("name", None), "sweep", "sweep"))
         refuse_existing(claim.folder)
-        plan = _plan(claim.folder.name, tree, space, config.storage, options)
-        check_quickly(plan)
-        prepared = preflight.prepare(check_sweep(plan).config)
+        check_quickly(plan := _plan(claim.folder.name, tree, space, config.storage, options))
+        plan = check_sweep(plan)
+        prepared = preflight.prepare(plan.config)
         connection.connect(prepared.config, prepared.resources)
-        made = make_tuner(create_sweep(plan, storage), storage)
+        create_sweep(plan, storage)
+        made = make_tuner(plan, storage)
         made.hold(stack.pop_all())
         made.quiet = quiet
     return made

@@ -1,7 +1,7 @@
 """The floors of the house, its doors and its measures, read from the source with ast.
 
-The floors and the limits are in house_measures.py, the readers of source in source_code.py. The last tests here show that the
-readers and the measures can fail.
+The floors and the limits are in house_measures.py, the readers of source in source_code.py. The last tests here show
+that the readers and the measures can fail.
 """
 
 import ast

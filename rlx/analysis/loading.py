@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 
 from rlx.config.errors import ConfigError, nearest, printable
-from rlx.config.loading import from_tree, parse_yaml, with_overrides
+from rlx.config.loading import from_tree, parse_yaml, setting_at, with_overrides
 from rlx.config.run import LONGEST_NAME, RUN_NAME, RunConfig
 from rlx.config.sweep import DEFAULT_METRIC, PROGRESS, Mode, RungUnit
 from rlx.tracking.base import RunStatus, TrackedRun
@@ -307,7 +307,7 @@ def _trial(
     return Trial(
         name=first.name.removeprefix(f"{sweep}."),
         run_ids=tuple(run.id for run in attempts),
-        settings={key: _setting(params.get(key)) for key in varied},
+        settings={key: _setting(params, key) for key in varied},
         status=last.status,
         history=_joined_history(uri, attempts, metrics),
         stopped_at=None if stopped_at is None else int(stopped_at),
@@ -343,11 +343,21 @@ def _history(uri: str, run: TrackedRun, metrics: Sequence[str]) -> pd.DataFrame:
     return pd.DataFrame(columns).sort_index().rename_axis("step")
 
 
-def _setting(text: str | None) -> Setting:
-    """The number that a text stands for, or the text itself."""
-    try:
-        value = None if text is None else ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return printable(str(text))
+def _setting(params: Mapping[str, str], key: str) -> Setting:
+    """The value of a setting, or of an entry of one that is a dict: a number, or the text that was recorded."""
+    text = params.get(key)
+    if text is None:  # an entry: what is recorded is the dict
+        whole = {name: _literal(each) for name, each in params.items() if key.startswith(f"{name}.")}
+        entry = setting_at(whole, key)
+        text = None if entry is None else str(entry)
+    value = _literal(text)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number or text is None else printable(text)
+
+
+def _literal(text: str | None) -> Any:
+    """The value that a text stands for; None if it stands for none."""
+    try:
+        return None if text is None else ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None

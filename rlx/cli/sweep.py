@@ -229,7 +229,8 @@ def start_sweep(args: argparse.Namespace, tree: dict[str, Any], given: Mapping[s
             ):
                 prepared = preflight.prepare(plan.config, preparing.warm_start)
             connect_cluster(prepared, plan.name, progress.message)
-            plan = plan if is_resume else plans.create_sweep(plan, storage)
+            if not is_resume:
+                plans.create_sweep(plan, storage)
             where = tracking_lines(plan, storage)
             lines = [
                 plans.describe(plan),

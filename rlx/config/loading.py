@@ -161,6 +161,21 @@ def with_overrides(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
     return merged
 
 
+def setting_at(flat: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key among settings as `flatten` gives them; None if there is none.
+
+    The key may lead to an entry of a setting that is a dict, e.g. "data.params.max_digits".
+    """
+    if key in flat:
+        return flat[key]
+    parts = _parts(key)
+    depth = next((i for i in range(len(parts) - 1, 0, -1) if ".".join(parts[:i]) in flat), 0)
+    value = flat.get(".".join(parts[:depth]))
+    for part in parts[depth:]:
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
 def _deep_copy(value: Any) -> Any:
     try:
         return copy.deepcopy(value)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 import os
 import typing
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import pydantic
-from pydantic import Field, NonNegativeFloat, NonNegativeInt
+from pydantic import Field, NonNegativeFloat
 from pydantic.fields import FieldInfo
 
 from rlx.config import prompt_rules, rules
@@ -42,7 +42,7 @@ class RunConfig(Section):
 
     name: str | None = Field(default=None, pattern=RUN_NAME, max_length=LONGEST_NAME)
     """name of the run and of its folder under storage; unset: ppo-1, ppo-2, ..."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """seed of the prompt order and of sampling"""
     storage: Address = "storage"
     """folder, NFS mount or s3:// address of the runs"""

@@ -186,6 +186,7 @@ class EnvironmentPool:
         record = self._records.pop(key)
         self._loads[record.host] -= 1
         replies = await record.second.end() if record.second else None
+        life = self._lives[record.host]
         try:
             async with self._room[record.host]:
                 life = self._lives[record.host]
@@ -193,18 +194,22 @@ class EnvironmentPool:
                 if failed:
                     self._noted(record, life, failed)
                 await self.hosts[record.host].call("close", key)
-        except HostLost:
+        except HostLost as lost:
+            self._replace(record.host, life, str(lost))
             return True
         return same or failed is not None  # one that cannot be repeated at all is no proof
 
     async def forget(self) -> None:
         """Ends what an earlier process of this owner has left; waits for no host that is starting."""
-        for number in range(len(self.hosts)):
-            try:
-                async with self._room[number]:
-                    await self.hosts[number].call("forget", self.owner)
-            except HostLost as lost:
-                self._replace(number, self._lives[number], str(lost))
+        # All at once: what a host is asked later is about new episodes, which must not end with the old ones.
+        await asyncio.gather(*map(self._forget_on, range(len(self.hosts))))
+
+    async def _forget_on(self, number: int) -> None:
+        try:
+            async with self._room[number]:
+                await self.hosts[number].call("forget", self.owner)
+        except HostLost as lost:
+            self._replace(number, self._lives[number], str(lost))
 
     async def _attempted(self, key: str, record: _Record, method: str, *args: Any) -> Observation:
         """The observation of a call, repeated on a fresh instance as often as `retries` allows."""

@@ -68,10 +68,10 @@ def _round_figures(trainer: Trainer, collector: RolloutCollector) -> dict[str, f
     """Figures of one round of generation and one update at learning rate 0."""
     deferred = trainer.defers_logprobs
     batch, kl_sums = compute_advantages(trainer, generate(trainer, collector, deferred))
-    batch, sums = update(trainer, batch, deferred)
-    s = trainer.sum_over_ranks(sums | kl_sums | {"tokens": batch.mask.sum()})
-    norms = {name: s[name] / s["updates"] for name in s if name.startswith("grad_norm/")}
-    return norms | {
+    batch, stats = update(trainer, batch, deferred)
+    own = stats.losses.sums | kl_sums | {"updated": stats.losses.tokens, "tokens": batch.mask.sum()}
+    s = trainer.sum_over_ranks(own)
+    return {f"grad_norm/{name}": float(norm) / stats.optimizer_steps for name, norm in stats.grad_norms.items()} | {
         "ratio": abs(s["policy/ratio"] / s["updated"] - 1),
         "clipped": s["policy/clip_fraction"] / s["updated"],
         "kl": abs(s["kl/penalty"]) / s["tokens"],

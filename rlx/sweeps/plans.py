@@ -65,6 +65,8 @@ _TIMED_BY = ("model.path", "train.prompts_per_step", "train.samples_per_prompt",
 def check_sweep(plan: SweepPlan) -> SweepPlan:
     """Returns the sweep as it will run: with a grid's own number of trials, and with what its scheduler needs.
 
+    Call it once: of a checked plan, `trials` counts what a grid within a random search has multiplied already.
+
     Raises:
         ConfigError: its space cannot be used, or its search, scheduler and seeds do not fit together.
     """
@@ -198,13 +200,13 @@ def schedule_of(plan: SweepPlan, space: Space, known: Mapping[str, TrialRecord] 
 # A sweep's folder
 
 
-def create_sweep(plan: SweepPlan, storage: Storage) -> SweepPlan:
-    """Records a new sweep in its folder and in MLflow; returns its checked plan.
+def create_sweep(plan: SweepPlan, storage: Storage) -> None:
+    """Records a new sweep, as `check_sweep` has returned it, in its folder and in MLflow.
 
     Raises:
-        ConfigError: its name is taken, it cannot be run, or MLflow does not answer.
+        ConfigError: its name is taken, or MLflow does not answer.
     """
-    folder, plan = storage / "sweeps" / plan.name, check_sweep(plan)
+    folder = storage / "sweeps" / plan.name
     refuse_existing(folder)
     tell_unscheduled(plan, load_space(plan.space, plan.tree))
     for service in plan.tracking:
@@ -214,7 +216,6 @@ def create_sweep(plan: SweepPlan, storage: Storage) -> SweepPlan:
     (folder / SIGNATURE).write_text(Signer.new().sign({"plan": content, "space": space}))
     (folder / _SPACE_FILE).write_text(space)
     (folder / PLAN_FILE).write_text(json.dumps(content, indent=1))
-    return plan
 
 
 def _create_mlflow_run(plan: SweepPlan, folder: Storage) -> None:

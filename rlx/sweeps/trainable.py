@@ -24,7 +24,7 @@ from rlx.cluster import connection, nodes
 from rlx.cluster.nodes import FolderCopies
 from rlx.cluster.resources import ResourcePlan
 from rlx.config.errors import ConfigError, one_line
-from rlx.config.loading import from_tree, with_overrides
+from rlx.config.loading import from_tree, setting_at, with_overrides
 from rlx.config.sections.base import flatten
 from rlx.runs import launch, preflight
 from rlx.runs.launch import Parent
@@ -323,7 +323,9 @@ def current_attempt(plan: SweepPlan, storage: Storage, name: str, record: TrialR
         return Attempt(name, newest if is_same else f"{name}.{attempt_number(newest) + 1}", settings)
     if attempt_number(newest) >= record.attempts and holds_run(saved_folder):
         saved = flatten(from_tree(saved_config(saved_folder)))
-        return Attempt(name, newest, {key: saved[key] for key in (*record.settings, *_START)})  # as it began
+        return Attempt(
+            name, newest, {key: setting_at(saved, key) for key in (*record.settings, *_START)}
+        )  # as it began
     return Attempt(name, name if record.attempts == 1 else f"{name}.{record.attempts}")
 
 

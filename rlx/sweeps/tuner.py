@@ -19,7 +19,7 @@ from ray import tune
 from rlx.analysis.loading import RACE_FILE
 from rlx.cluster import nodes
 from rlx.config.errors import ConfigError
-from rlx.config.loading import from_tree
+from rlx.config.loading import from_tree, setting_at
 from rlx.config.sections.base import flatten
 from rlx.config.sections.data import DataConfig, EvalConfig, held_out_setting
 from rlx.runs import launch, preflight, relay, run_folder
@@ -295,4 +295,4 @@ def _with_newest_settings(folder: Storage, name: str, record: TrialRecord) -> Tr
     if attempt_number(newest.name) == 1 or record.is_over:
         return record
     saved = flatten(from_tree(saved_config(newest)))
-    return record.model_copy(update={"settings": {key: saved[key] for key in record.settings}})
+    return record.model_copy(update={"settings": {key: setting_at(saved, key) for key in record.settings}})

@@ -74,7 +74,7 @@ METRICS = {
     "value/clip_fraction": "fraction of tokens whose value was clipped",
     "value/grad_norm": "mean gradient norm of the critic before clipping",
     "value/explained_variance": "1 - var(returns - values) / var(returns), before the update",
-    "mismatch/kl": "mean KL estimate (k3) between engine and trainer before the update (see rollout.logprobs_every)",
+    "mismatch/kl": "mean k3 of engine and trainer before the update, without a bound (see rollout.logprobs_every)",
     "mismatch/max_abs": "largest difference of the log-probability of a token between engine and trainer",
     "mismatch/clipped_fraction": "fraction of tokens whose importance weight was truncated or masked",
     "mismatch/weight_max": "largest importance weight before truncation",

@@ -104,33 +104,31 @@ class Checkpointer:
         """Whether this rank knows of a checkpoint that has become complete and was not taken yet."""
         return self.writer.has_finished()
 
-    def finished(self, every: bool) -> list[FinishedCheckpoint]:
-        """The oldest checkpoint that was not taken yet, or `every` one, oldest first, once nothing is being written."""
+    def take_finished(self) -> FinishedCheckpoint | None:
+        """The oldest checkpoint that was not taken yet, once nothing is being written; None if there is none."""
         self.writer.wait()
-        taken: list[FinishedCheckpoint] = []
-        while (not taken or every) and (checkpoint := self.writer.finished_checkpoint()):
-            taken.append(checkpoint)
-        return taken
+        return self.writer.finished_checkpoint()
 
     def restore(self) -> None:
         """Continues from the run's newest complete checkpoint; without one, starts where the config says."""
         settings = self.trainer.config.checkpoint
         source = self.writer.newest_checkpoint(self.notify)
-        is_own = source is not None
+        is_resume = source is not None
         if source is None and settings.init_from:
             source = self.writer.verified_checkpoint(open_storage(settings.init_from, create=False))
         if source is None:
             return
-        is_whole = is_own or settings.init_state == "all"
+        is_whole = is_resume or settings.init_state == "all"
         self._load(source) if is_whole else self._load_weights(source)
-        is_own_copy = self.trainer.reference is not None and not self.trainer.config.model.reference_path
-        if settings.init_from and is_own_copy:
-            self._restore_reference(source, is_own, is_whole)
+        has_reference_copy = self.trainer.reference is not None and not self.trainer.config.model.reference_path
+        if settings.init_from and has_reference_copy:
+            self._restore_reference(source, is_resume, is_whole)
 
-    def _restore_reference(self, source: CheckpointEntry, is_own: bool, is_whole: bool) -> None:
-        """Gives the reference the weights with which this run began, or the run that `source` continues; collective.
+    def _restore_reference(self, source: CheckpointEntry, is_resume: bool, is_whole: bool) -> None:
+        """Gives the frozen copy the weights that the policy had when training began; a collective call.
 
-        They are kept in the run's folder, because the checkpoint that a run starts from may be deleted.
+        Training began with this run, or with the run that it continues. The weights are kept in the run's folder,
+        because the checkpoint that a run starts from may be deleted.
 
         Raises:
             StorageError: they were kept, and cannot be read.
@@ -145,7 +143,7 @@ class Checkpointer:
         what = f"reading {source.folder.path}"
         retry(partial(checkpoint_files.read_reference, source.files, policy, trainer.reference), what)
         self._keeps_reference = True
-        if not is_own:
+        if not is_resume:
             writer = CheckpointWriter(self.writer.run / REFERENCE, Retention())
             manifest = self._manifest({}, None).model_copy(update={"step": 0})
             writer.save(checkpoint_files.copy_reference(policy, trainer.reference), manifest)

@@ -60,6 +60,7 @@ class Selection:
         self.tokens = 0  # response tokens generated for them
         self.varied = 0  # groups whose scores differ
         self.rounds = 0  # rounds of generation so far
+        self.seconds = 0.0  # that engines took for them
         self._kept: list[list[ScoredCompletion]] = []
         self._left_out: list[list[ScoredCompletion]] = []
         self._taken = 0  # groups that `take` has given

@@ -7,7 +7,7 @@ optimizer steps in update.py, checkpoints in checkpointing.py. It starts no proc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ from rlx.training.evaluation.evaluate import evaluate, unread_answers
 from rlx.training.experience import Experience, LogprobBatch, RolloutBatch, concat
 from rlx.training.metrics import StepCounts, StepTimer, summarize
 from rlx.training.reporting import Reporter
-from rlx.training.rollout_queue import RolloutQueue
-from rlx.training.trainer import Sums, Trainer
+from rlx.training.stats import Sums
+from rlx.training.trainer import Trainer
 from rlx.training.update import gradient_shares, update
 from rlx.types import Phase
 
@@ -39,11 +39,11 @@ def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpoin
     metrics, samples = checkpointer.restored_metrics, list[dict[str, Any]]()
     if trainer.step == 0:
         reporter.notify(Phase("first evaluation"))
-        metrics, samples = evaluate(trainer, collector, every=True)
+        metrics, samples = evaluate(trainer, collector, all_sets=True)
         hint = unread_answers(samples, metrics["eval/accuracy"], trainer.config.reward)
         if hint and trainer.mesh.rank == 0:
             reporter.notify(hint)
-    while not finish_step(trainer, checkpointer, reporter, metrics, samples):
+    while not finish_step(trainer, checkpointer, reporter, metrics, samples):  # records step `trainer.step`
         timer = StepTimer()
         trainer.begin_step()
         selection, parts = collector.new_selection(), []
@@ -56,7 +56,7 @@ def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpoin
             experience, kl_sums = compute_advantages(trainer, concat(parts))  # 6 advantages and returns
         record_gradient_shares(trainer, collector, experience)
         with timer("update"):
-            experience, sums = update(trainer, experience, trainer.defers_logprobs)  # 7 losses, backward, clip, step
+            experience, stats = update(trainer, experience, trainer.defers_logprobs)  # 7 losses, backward, clip, step
         with timer("rollout"):
             collector.wait_for_pending(trainer.step)
         trainer.step += 1
@@ -64,8 +64,8 @@ def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpoin
             collector.push_weights(trainer.step)  # 8
         collector.keep(trainer.step, selection, experience)
         metrics, samples = evaluate(trainer, collector)
-        measured, counts = summarize(trainer, collector.queue, selection, experience, sums | kl_sums, timer.metrics())
-        metrics |= measured | advance(trainer, collector.queue, counts)  # 9
+        measured, counts = summarize(trainer, selection, experience, stats, kl_sums, timer.metrics())
+        metrics |= measured | advance(trainer, counts)  # 9
         metrics |= collector.observe(selection, trainer.device)
 
 
@@ -84,13 +84,16 @@ def collect(
         with timer("logprobs"):  # 4 padded [B, T], masks; 5 old and reference logprobs, values
             batches = collector.build_batches(selection.take(), trainer.device)
             parts += [compute_logprobs(trainer, batch) for batch in batches]
+    selection.seconds += collector.queue.seconds
     return parts
 
 
 def needs_more(trainer: Trainer, selection: Selection) -> bool:
     """Whether some rank still lacks groups to train on, and may generate another round; a collective call."""
-    if selection.rounds == 0 or not selection.filtered:
-        return selection.rounds == 0
+    if selection.rounds == 0:
+        return True
+    if not selection.filtered:
+        return False
     missing = trainer.max_over_ranks([selection.missing])[0]
     return missing > 0 and selection.rounds < trainer.config.algorithm.filter_rounds
 
@@ -186,13 +189,12 @@ def record_gradient_shares(trainer: Trainer, collector: RolloutCollector, experi
             write_shares(collector.outcomes.run, trainer.attributed_step, shares)
 
 
-def advance(trainer: Trainer, queue: RolloutQueue, counts: StepCounts) -> dict[str, float]:
+def advance(trainer: Trainer, counts: StepCounts) -> dict[str, float]:
     """Adapts the KL coefficient to a step, and adds the step to the run's counts, which are metrics too."""
     if counts.kl is not None:
         trainer.kl.update(counts.kl, counts.completions)
     trainer.tokens += counts.generated
     trainer.seconds += counts.seconds
-    queue.seconds = 0.0
     return {"tokens/total": float(trainer.tokens), "time/total": trainer.seconds}
 
 
@@ -207,28 +209,28 @@ def finish_step(
 
     A checkpoint is reported with the first step after it has become complete.
     """
-    is_last, is_asked, has_finished = agree(trainer, checkpointer, reporter)
-    finished = checkpointer.finished(every=False) if has_finished else []
+    end = decide_end(trainer, checkpointer, reporter)
+    finished = [checkpoint] if end.has_finished and (checkpoint := checkpointer.take_finished()) else []
     if finished:
         metrics = metrics | {"time/checkpoint_write": finished[0].seconds}
     trainer.evaluation |= {key: value for key, value in metrics.items() if key.startswith("eval/")}
-    is_due = checkpointer.is_due(is_last or is_asked)
+    is_due = checkpointer.is_due(end.is_last or end.needs_checkpoint)
     shards: Mapping[str, Shard] = {}
     if is_due:
         shards, seconds = checkpointer.copy_state()
-        metrics = metrics | with_pause(trainer, metrics, seconds)
+        metrics = metrics | add_pause(trainer, metrics, seconds)
     reporter.log_samples(samples, trainer.step)
     reporter.log(metrics, trainer.step)
     if is_due:
         save(checkpointer, reporter, shards, metrics)
-    if is_last or not trainer.config.checkpoint.async_save:
-        finished += checkpointer.finished(every=True)
-    report(trainer, reporter, metrics, finished, is_last=is_last)
-    return is_last or ("time/eval" in metrics and ends_here(trainer, checkpointer, reporter, metrics))
+    if end.is_last or not trainer.config.checkpoint.async_save:
+        finished += iter(checkpointer.take_finished, None)  # until there is none
+    report(trainer, reporter, metrics, finished, is_last=end.is_last)
+    return end.is_last or ("time/eval" in metrics and ends_here(trainer, checkpointer, reporter, metrics))
 
 
-def with_pause(trainer: Trainer, metrics: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """The times of a step in which training paused so long for a checkpoint."""
+def add_pause(trainer: Trainer, metrics: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """Adds a pause for a checkpoint to the run's seconds; returns the times of the step with the pause."""
     trainer.seconds += seconds
     pause = {"time/checkpoint": seconds, "time/step": metrics["time/step"] + seconds}
     return pause | {"time/total": trainer.seconds}
@@ -239,11 +241,11 @@ def ends_here(trainer: Trainer, checkpointer: Checkpointer, reporter: Reporter, 
 
     If so, the step is reported once more as the last one, with a checkpoint of it.
     """
-    if not agree(trainer, checkpointer, reporter)[0]:
+    if not decide_end(trainer, checkpointer, reporter).is_last:
         return False
     if checkpointer.is_due(is_last=True):
         save(checkpointer, reporter, checkpointer.copy_state()[0], metrics)
-    report(trainer, reporter, metrics, checkpointer.finished(every=True), is_last=True)
+    report(trainer, reporter, metrics, list(iter(checkpointer.take_finished, None)), is_last=True)
     return True
 
 
@@ -268,14 +270,17 @@ def report(
     reporter.report(step, is_last=is_last, checkpoints=finished)
 
 
-def agree(trainer: Trainer, checkpointer: Checkpointer, reporter: Reporter) -> tuple[bool, bool, bool]:
-    """What all ranks do at the end of a step; a collective call.
+class StepEnd(NamedTuple):
+    """What all ranks do at the end of a step."""
 
-    Returns:
-        Whether the step is the last, because all are done or rank 0 was asked to stop; whether it needs a checkpoint,
-        because a machine is about to be taken away; whether rank 0 has a finished checkpoint to report.
-    """
+    is_last: bool  # all steps are done, or rank 0 was asked to stop
+    needs_checkpoint: bool  # a machine is about to be taken away
+    has_finished: bool  # rank 0 has a finished checkpoint to report
+
+
+def decide_end(trainer: Trainer, checkpointer: Checkpointer, reporter: Reporter) -> StepEnd:
+    """What all ranks do at the end of the current step; a collective call."""
     finished = trainer.mesh.rank == 0 and checkpointer.has_finished()
     mine = [reporter.should_stop(trainer.step), reporter.should_checkpoint(), finished]
     asked, needed, finished = (value > 0 for value in trainer.max_over_ranks([float(each) for each in mine]))
-    return trainer.step >= trainer.config.train.steps or asked, needed, finished
+    return StepEnd(trainer.step >= trainer.config.train.steps or asked, needed, finished)

@@ -33,8 +33,9 @@ from rlx.training.aggregation import (
 )
 from rlx.training.collector import Selection
 from rlx.training.experience import Experience
-from rlx.training.rollout_queue import RolloutQueue, reports_logprobs
-from rlx.training.trainer import Sums, Trainer
+from rlx.training.rollout_queue import reports_logprobs
+from rlx.training.stats import LossStats, Sums, UpdateStats
+from rlx.training.trainer import Trainer
 from rlx.training.update import rollout_correction
 from rlx.types import ScoredCompletion
 
@@ -123,10 +124,10 @@ class StepCounts:
 
 def summarize(
     trainer: Trainer,
-    queue: RolloutQueue,
     selection: Selection,
     batch: Experience,
-    sums: Sums,
+    stats: UpdateStats,
+    kl_sums: Sums,
     seconds: Mapping[str, float],
 ) -> tuple[dict[str, float], StepCounts]:
     """The step's metrics and counts over all ranks; a collective call.
@@ -134,21 +135,21 @@ def summarize(
     Call it after the update: with deferred log-probabilities, the old ones exist only then.
 
     Args:
-        queue: which knows how long engines have generated.
         selection: whose completions the step has chosen from.
         batch: that the step trained on.
-        sums: of `update` and `loop.compute_advantages`.
+        stats: of `update`.
+        kl_sums: of `loop.compute_advantages`.
         seconds: of the step's parts, by metric name.
     """
-    updates = _of_scores(trainer, selection) | _of_episodes(selection) | _of_tokens(trainer, queue, batch, sums)
-    updates |= _of_kl(trainer, batch, sums) | _of_policy(trainer, batch, sums) | _of_values(trainer, batch, sums)
-    updates |= _of_mismatch(trainer, batch, sums)
-    metrics = dict(seconds) | over_ranks(trainer, updates) | _known_here(trainer, sums)
+    updates = _of_scores(trainer, selection) | _of_episodes(selection) | _of_tokens(trainer, batch, stats)
+    updates |= _of_kl(trainer, batch, kl_sums) | _of_policy(trainer, batch, stats) | _of_values(trainer, batch, stats)
+    updates |= _of_mismatch(trainer, batch, stats.first)
+    metrics = dict(seconds) | over_ranks(trainer, updates) | _known_here(trainer, stats)
     labels = trainer.config.data.labels
     metrics |= by_source(trainer, labels, selection.candidates, "task/accuracy", "reward/mean")
     completions, generated, trained = (metrics.pop(name) for name in _NOT_REPORTED)
     # While the critic warms up, the policy is the reference.
-    kl_ref = metrics.get("kl/ref") if "policy/loss" in sums else None
+    kl_ref = metrics.get("kl/ref") if stats.policy_learned else None
     # A resumed step whose round comes from the checkpoint has generated nothing.
     ahead = trainer.config.rollout.max_staleness and metrics["time/generation"]
     rates = {
@@ -177,6 +178,7 @@ def _of_scores(trainer: Trainer, selection: Selection) -> Updates:
         "staleness/mean": (Mean, [trainer.step - 1 - each.completion.version for each in candidates]),
         "groups/varied_fraction": (Ratio, selection.varied, groups),
         "generated": (Total, selection.tokens),
+        "time/generation": (Maximum, selection.seconds),
     }
     for name in trainer.config.reward.reported:
         own = [each.scores_by_function[name] for each in candidates if name in each.scores_by_function]
@@ -218,35 +220,35 @@ def _of_episodes(selection: Selection) -> Updates:
     }
 
 
-def _of_tokens(trainer: Trainer, queue: RolloutQueue, batch: Experience, sums: Sums) -> Updates:
+def _of_tokens(trainer: Trainer, batch: Experience, stats: UpdateStats) -> Updates:
     tokens = batch.prompt_lengths.sum() + batch.mask.sum()
     return {
         "completions": (Total, len(batch.mask)),
-        "trained": (Total, tokens * sums["updates"] / trainer.config.train.num_minibatches),  # in all optimizer steps
-        "tokens/padding_fraction": (Ratio, (sums["positions"] - tokens).clamp(min=0), sums["positions"]),
-        "time/generation": (Maximum, queue.seconds),
+        "trained": (Total, tokens * stats.optimizer_steps / trainer.config.train.num_minibatches),
+        "tokens/padding_fraction": (Ratio, (stats.positions - tokens).clamp(min=0), stats.positions),
         "memory/peak_gib": (Maximum, _peak_gib(trainer.device)),
     }
 
 
-def _of_kl(trainer: Trainer, batch: Experience, sums: Sums) -> Updates:
+def _of_kl(trainer: Trainer, batch: Experience, kl_sums: Sums) -> Updates:
     if trainer.config.resolved_reference == "none":
         return {}
-    updates: Updates = {name: (Ratio, sums[name], batch.mask.sum()) for name in ("kl/ref", "kl/penalty")}
+    updates: Updates = {name: (Ratio, kl_sums[name], batch.mask.sum()) for name in ("kl/ref", "kl/penalty")}
     if trainer.config.algorithm.kl_placement == "reward":
-        objective = batch.scores.sum() - trainer.kl.coef * sums["kl/penalty"]
+        objective = batch.scores.sum() - trainer.kl.coef * kl_sums["kl/penalty"]
         updates["reward/minus_kl"] = (Ratio, objective, len(batch.scores))
     return updates
 
 
-def _of_policy(trainer: Trainer, batch: Experience, sums: Sums) -> Updates:
-    mask = batch.mask.bool()
+def _of_policy(trainer: Trainer, batch: Experience, stats: UpdateStats) -> Updates:
+    mask, sums = batch.mask.bool(), stats.losses.sums
     updates: Updates = {"policy/entropy": (Mean, batch.entropy[mask]), **_spread("advantage", batch.advantages[mask])}
-    if "policy/loss" not in sums:  # the critic is warming up
+    if not stats.policy_learned:
         return updates
-    updates |= {name: (Ratio, sums[name], sums["updated"]) for name in _PER_TOKEN if name in sums}
-    updates |= {name: _per_pass(trainer, name, sums) for name in ("policy/loss", "kl/loss", "ptx/loss") if name in sums}
-    return updates | {"policy/grad_norm": (Ratio, sums["grad_norm/policy"], sums["updates"])}
+    updates |= {name: (Ratio, sums[name], stats.losses.tokens) for name in _PER_TOKEN if name in sums}
+    of_passes = [name for name in ("policy/loss", "kl/loss", "ptx/loss") if name in sums]
+    updates |= {name: _per_pass(trainer, name, stats) for name in of_passes}
+    return updates | {"policy/grad_norm": (Ratio, stats.grad_norms["policy"], stats.optimizer_steps)}
 
 
 _PER_TOKEN = (
@@ -262,38 +264,39 @@ def _spread(name: str, values: Tensor) -> Updates:
     return {f"{name}/mean": (Mean, values), f"{name}/std": (Deviation, values)}
 
 
-def _of_values(trainer: Trainer, batch: Experience, sums: Sums) -> Updates:
+def _of_values(trainer: Trainer, batch: Experience, stats: UpdateStats) -> Updates:
+    sums = stats.losses.sums
     if trainer.config.resolved_critic == "none" or "value/loss" not in sums:
         return {}
     mask = batch.mask.bool()
     updates: Updates = {
         **_spread("value", batch.values[mask]),
         **_spread("return", batch.returns[mask]),
-        "value/loss": _per_pass(trainer, "value/loss", sums),
-        "value/clip_fraction": (Ratio, sums["value/clip_fraction"], sums["updated"]),
+        "value/loss": _per_pass(trainer, "value/loss", stats),
+        "value/clip_fraction": (Ratio, sums["value/clip_fraction"], stats.losses.tokens),
         "value/explained_variance": (ExplainedVariance, batch.values, batch.returns, batch.mask),
     }
     if trainer.critic is not None:  # a head's gradient is part of the policy's
-        updates["value/grad_norm"] = (Ratio, sums["grad_norm/critic"], sums["updates"])
+        updates["value/grad_norm"] = (Ratio, stats.grad_norms["critic"], stats.optimizer_steps)
     return updates
 
 
-def _per_pass(trainer: Trainer, name: str, sums: Sums) -> tuple[Any, ...]:
+def _per_pass(trainer: Trainer, name: str, stats: UpdateStats) -> tuple[Any, ...]:
     """A loss, mean over the passes of a step: of each pass a rank has its share, and all ranks have the same passes."""
-    return Ratio, sums[name], sums["passes"] / trainer.mesh.dp_size
+    return Ratio, stats.losses.sums[name], stats.passes / trainer.mesh.dp_size
 
 
-def _of_mismatch(trainer: Trainer, batch: Experience, sums: Sums) -> Updates:
+def _of_mismatch(trainer: Trainer, batch: Experience, first: LossStats) -> Updates:
     settings, kind = trainer.config.algorithm, trainer.config.resolved_rollout_correction
     if settings.old_logprobs == "rollout":  # the first ratios are those of engine and trainer
-        is_known = "first/policy/approx_kl" in sums
-        return {"mismatch/kl": (Ratio, sums["first/policy/approx_kl"], sums["first/updated"])} if is_known else {}
+        total = first.sums.get("policy/approx_kl")
+        return {} if total is None else {"mismatch/kl": (Ratio, total, first.tokens)}
     if not reports_logprobs(trainer.step - 1, trainer.config.resolved_logprobs_every):
         return {}
     mask, ratios = batch.mask.bool(), _ratios(settings.rollout_correction_level, batch)
     reweighted = (rollout_correction(kind, settings, batch) != ratios) & (kind != "none")
     return {
-        "mismatch/kl": (Mean, kl.log_ratio_kl(batch.rollout_logprobs, batch.logprobs, "k3")[mask]),
+        "mismatch/kl": (Mean, kl.k3(batch.rollout_logprobs - batch.logprobs)[mask]),
         "mismatch/max_abs": (Maximum, (batch.logprobs - batch.rollout_logprobs)[mask].abs()),
         "mismatch/clipped_fraction": (Mean, reweighted[mask]),
         "mismatch/weight_max": (Maximum, ratios[mask]),
@@ -306,14 +309,14 @@ def _ratios(level: str, batch: Experience) -> Tensor:
     return importance_weights(batch.logprobs, batch.rollout_logprobs, batch.mask, "tis", 0.0, math.inf, level)
 
 
-def _known_here(trainer: Trainer, sums: Sums) -> dict[str, float]:
+def _known_here(trainer: Trainer, stats: UpdateStats) -> dict[str, float]:
     """What every rank knows without the others."""
     metrics = _scheduled(trainer)
     if trainer.config.resolved_reference != "none":
         metrics["kl/coef"] = trainer.kl.coef
-    if "policy/loss" in sums:  # else the critic warms up: the policy has no learning rate
+    if stats.policy_learned:
         rates = trainer.models["policy"].optimizer.param_groups
-        metrics |= {"policy/lr": float(rates[0]["lr"]), "policy/updates": float(sums["updates"])}
+        metrics |= {"policy/lr": float(rates[0]["lr"]), "policy/updates": float(stats.optimizer_steps)}
     if trainer.config.algorithm.normalize_rewards:
         running_mean, scale = trainer.reward_stats.shift_and_scale()
         metrics |= {"reward/running_mean": running_mean, "reward/running_std": 1 / scale}

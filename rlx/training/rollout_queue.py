@@ -54,7 +54,7 @@ class RolloutQueue:
     num_chunks: int  # number of chunks in which a round is handed out
     max_staleness: int  # steps that a completion's weights may be older than the weights that train on it
     logprobs_every: int = 1  # steps between those of whose completions the engines report log-probabilities
-    seconds: float = 0.0  # that the engines took for the rounds handed out since it was last set to 0
+    seconds: float = 0.0  # that the engines took for the round handed out last
     _rounds: deque[QueuedRound] = field(default_factory=deque, init=False)
 
     def next(self, step: int, steps: int) -> Iterator[list[Completion]]:
@@ -77,7 +77,7 @@ class RolloutQueue:
                 excess = step - oldest - self.max_staleness
                 raise RuntimeError(f"step {step + 1}: weights of step {oldest} are too old by {excess}")
             yield completions
-        self.seconds += max(chunk.seconds for chunk in current.chunks)
+        self.seconds = max(chunk.seconds for chunk in current.chunks)
 
     def wait(self, step: int) -> None:
         """Waits for all rounds that have begun.

@@ -27,9 +27,6 @@ from rlx.training.experience import B, RolloutBatch, build_batch
 from rlx.training.optimizers.groups import base_lrs
 from rlx.types import Completion, ScoredCompletion
 
-Sums = dict[str, float | Tensor]
-"""statistics of this rank by name, those that apply to the step; summed over ranks before anything is divided"""
-
 
 @dataclass(frozen=True)
 class SupervisedRows:

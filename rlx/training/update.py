@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,8 @@ from rlx.training.experience import (
     token_draws,
 )
 from rlx.training.optimizers.choice import set_lr
-from rlx.training.trainer import Sums, Trainer
+from rlx.training.stats import LossStats, Sums, UpdateStats, add_sums
+from rlx.training.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class LossDenominators:
     policy: float  # tokens or responses, as algorithm.aggregation counts
 
 
-def update(trainer: Trainer, batch: Experience, deferred: bool = False) -> tuple[Experience, Sums]:
+def update(trainer: Trainer, batch: Experience, deferred: bool = False) -> tuple[Experience, UpdateStats]:
     """All epochs of optimizer steps on a step's experience; a collective call.
 
     Args:
@@ -50,12 +51,12 @@ def update(trainer: Trainer, batch: Experience, deferred: bool = False) -> tuple
 
     Returns:
         The experience with all columns: this rank's own completions in their order, whichever ranks trained on them.
-        And the statistics of the losses, summed over optimizer steps.
+        And the statistics of the losses and optimizer steps.
 
     Raises:
         FloatingPointError: see `check_norms`.
     """
-    train, sums = trainer.config.train, Sums()
+    train, stats = trainer.config.train, UpdateStats()
     own = torch.arange(len(batch.row), device=batch.row.device)
     batch = replace(batch, row=own, home=own + trainer.mesh.dp_rank * len(own))
     batch = with_uncertain_tokens(trainer, batch)
@@ -63,20 +64,22 @@ def update(trainer: Trainer, batch: Experience, deferred: bool = False) -> tuple
     for epoch, index in itertools.product(range(train.ppo_epochs), range(train.num_minibatches)):
         if index == 0 and (epoch == 0 or deals_again):
             batch, split, sizes = mini_batches(trainer, batch, epoch)
-            sums.setdefault("positions", sum(micro_batch.positions for part in split for micro_batch in part))
+            stats.positions = stats.positions or sum(micro_batch.positions for part in split for micro_batch in part)
         number = epoch * train.num_minibatches + index
         first_pass = deferred and number == 0
-        split[index], stats = accumulate(trainer, split[index], sizes[index], number, first_pass)
+        split[index], losses_here = accumulate(trainer, split[index], sizes[index], number, first_pass)
         batch = with_pass(batch, split[index], first_pass)
+        stats.passes += 1
+        stats.losses.add(losses_here)
         if number == 0:  # no weight has changed yet
-            sums |= {f"first/{name}": stats[name] for name in ("policy/approx_kl", "updated") if name in stats}
-        _add(sums, stats)
-        if number > 0 and exceeds_target_kl(trainer, stats, sizes[index]):
+            stats.first.add(losses_here)
+        elif exceeds_target_kl(trainer, losses_here, sizes[index]):
             discard_gradients(trainer)
             break
-        _add(sums, optimizer_step(trainer, number))
-    check_norms(trainer, sums)
-    return return_to_owners(batch, trainer.mesh), sums
+        add_sums(stats.grad_norms, optimizer_step(trainer, number))
+        stats.optimizer_steps += 1
+    check_norms(trainer, stats)
+    return return_to_owners(batch, trainer.mesh), stats
 
 
 def mini_batches(
@@ -155,7 +158,7 @@ def denominators(trainer: Trainer, parts: Sequence[Experience]) -> list[LossDeno
 
 def accumulate(
     trainer: Trainer, micro_batches: Sequence[Experience], size: LossDenominators, number: int, first_pass: bool
-) -> tuple[list[Experience], Sums]:
+) -> tuple[list[Experience], LossStats]:
     """Gradients of one optimizer step: of its micro-batches and of its supervised rows.
 
     Args:
@@ -165,26 +168,27 @@ def accumulate(
         first_pass: this pass gives the micro-batches their old log-probabilities.
 
     Returns:
-        The micro-batches, with old log-probabilities; and the statistics of the losses.
+        The micro-batches with `newest_logprobs`, after the first pass also with old log-probabilities and entropy. And
+        the statistics of the losses.
     """
-    sums: Sums = {"passes": 1.0}
+    stats = LossStats()
     trainer.set_gradient_sync(last=False)
     if trainer.supervised and trainer.config.algorithm.ptx_coef and "policy" in trainer.learning:  # 0 by a schedule
-        sums["ptx/loss"] = backward_supervised(trainer, number)
+        stats.sums["ptx/loss"] = backward_supervised(trainer, number)
     done = []
     for i, micro_batch in enumerate(micro_batches):
         trainer.set_gradient_sync(last=i == len(micro_batches) - 1)
-        micro_batch, stats = backward(trainer, micro_batch, size, first_pass)
+        micro_batch, more = backward(trainer, micro_batch, size, first_pass)
         done.append(micro_batch)
-        _add(sums, stats)
-    return done, sums
+        stats.add(more)
+    return done, stats
 
 
 def backward(
     trainer: Trainer, micro_batch: Experience, size: LossDenominators, first_pass: bool
-) -> tuple[Experience, Sums]:
+) -> tuple[Experience, LossStats]:
     """Losses and gradients of one micro-batch: its share of the optimizer step's, over all ranks; see `accumulate`."""
-    stats: Sums = {"updated": micro_batch.loss_mask.sum()}
+    stats: Sums = {}
     scale = trainer.mesh.dp_size  # FSDP averages gradients over replicas; the denominators are global already
     if "policy" in trainer.learning:
         settings, temperature = trainer.config.algorithm, trainer.config.rollout.temperature
@@ -203,7 +207,7 @@ def backward(
         loss, value_stats = value_losses(trainer, trainer.critic(micro_batch.inputs), micro_batch, size.tokens)
         (loss * scale).backward()
         stats |= value_stats
-    return micro_batch, stats
+    return micro_batch, LossStats(stats, micro_batch.loss_mask.sum())
 
 
 def _with_old_logprobs(micro_batch: Experience, output: PolicyOutput) -> Experience:
@@ -325,21 +329,21 @@ def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
     return float(sum(fsdp.full_tensor(each).double() for each in products))
 
 
-def exceeds_target_kl(trainer: Trainer, stats: Sums, size: LossDenominators) -> bool:
+def exceeds_target_kl(trainer: Trainer, stats: LossStats, size: LossDenominators) -> bool:
     """Whether the policy has moved further from the old one than algorithm.target_kl allows; a collective call."""
     limit = trainer.config.algorithm.target_kl
     if limit is None or "policy" not in trainer.learning:
         return False
     name = "policy/approx_kl"
-    return not trainer.sum_over_ranks({name: stats[name]})[name] <= limit * size.tokens  # true for a nan
+    return not trainer.sum_over_ranks({name: stats.sums[name]})[name] <= limit * size.tokens  # true for a nan
 
 
 def optimizer_step(trainer: Trainer, number: int) -> Sums:
-    """Clips the gradients and applies them at the schedule's learning rate; gives their norms before clipping."""
-    norms: Sums = {"updates": 1.0}
+    """Clips gradients and applies them at the schedule's learning rate; gives their norms before clipping, by model."""
+    norms: Sums = {}
     for name in trainer.learning:
         model, limit = trainer.models[name].model, trainer.config.train.max_grad_norm
-        norms[f"grad_norm/{name}"] = fsdp.clip_gradients(model, limit)
+        norms[name] = fsdp.clip_gradients(model, limit)
     for name in trainer.learning:
         optimizer = trainer.models[name].optimizer
         for group, lr in zip(optimizer.param_groups, trainer.base_lrs[name], strict=True):
@@ -350,14 +354,14 @@ def optimizer_step(trainer: Trainer, number: int) -> Sums:
     return norms
 
 
-def check_norms(trainer: Trainer, sums: Sums) -> None:
+def check_norms(trainer: Trainer, stats: UpdateStats) -> None:
     """Checks all gradient norms of a step at once. A wait for each would leave the GPU idle between optimizer steps.
 
     Raises:
         FloatingPointError: a norm is not finite. The weights are unusable then, and are neither sent nor saved.
     """
-    for name in trainer.learning:
-        if not math.isfinite(sums[f"grad_norm/{name}"]):  # the sum of all norms, none of which is negative
+    for name, norm in stats.grad_norms.items():
+        if not math.isfinite(norm):  # the sum of all norms, none of which is negative
             raise FloatingPointError(
                 f"step {trainer.step + 1}: a gradient norm of the {name} is not finite; its weights are "
                 f"unusable, and neither sent nor saved; a lower learning rate may help"
@@ -382,8 +386,3 @@ def discard_gradients(trainer: Trainer) -> None:
 def _token_weights(trainer: Trainer, batch: Experience) -> tuple[Tensor, Tensor]:
     config = trainer.config
     return losses.token_weights(batch.loss_mask, config.algorithm.aggregation, config.rollout.max_tokens)
-
-
-def _add(sums: Sums, more: Mapping[str, float | Tensor]) -> None:
-    for name, value in more.items():
-        sums[name] = sums.get(name, 0.0) + value

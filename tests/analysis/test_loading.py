@@ -41,6 +41,8 @@ def uri(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> str:
     log_sweep(uri, "lr", RUNS, VARIED, {"rlx.seeds": "1"})
     log_sweep(uri, "cloned", [CLONED, RUNS[0]], ["train.actor_lr"])
     log_sweep(uri, "trial-less", [], [])
+    weights = [Run({"reward.functions": {"numeric": 1.0, "exact_match": weight}}, {0: 0.1}) for weight in (0.1, 0.9)]
+    log_sweep(uri, "weights", weights, ["reward.functions.exact_match"])
     log_run(uri, "ppo-1", Run({}, {0: 0.1}), experiment="singles")
     log_sweep(uri, "alone", [Run({"train.actor_lr": 1e-3}, {0: 0.1}, "RUNNING")], ["train.actor_lr"])
     return uri
@@ -52,7 +54,7 @@ def sweep(uri: str) -> loading.Sweep:
 
 
 def test_names_are_newest_first_and_each_once(uri: str) -> None:
-    assert loading.sweep_names(uri, "rlx") == ["alone", "trial-less", "cloned", "lr"]
+    assert loading.sweep_names(uri, "rlx") == ["alone", "weights", "trial-less", "cloned", "lr"]
 
 
 def test_a_sweep_is_read_with_its_trials_in_order(sweep: loading.Sweep) -> None:
@@ -70,6 +72,11 @@ def test_the_recorded_options_are_read(sweep: loading.Sweep) -> None:
 def test_settings_are_numbers_texts_or_nothing(sweep: loading.Sweep) -> None:
     settings = [tuple(trial.settings.values()) for trial in sweep.trials]
     assert settings == [(1e-4, "k1", None), (3e-3, "k3", None), (5e-4, "k1", 0.1)]
+
+
+def test_an_entry_of_a_setting_is_read_from_it(uri: str) -> None:
+    trials = loading.load_sweep(uri, "rlx", "weights").trials
+    assert [trial.settings for trial in trials] == [{"reward.functions.exact_match": weight} for weight in (0.1, 0.9)]
 
 
 def test_history_has_a_row_per_step_and_nan_where_nothing_finite_was_logged(sweep: loading.Sweep) -> None:

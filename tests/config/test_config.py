@@ -16,7 +16,7 @@ from rlx.algorithms.advantages import ADVANTAGES
 from rlx.cli.options import add_settings, parse, settings_parser
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.experiment import over_experiment
-from rlx.config.loading import from_tree, parse_yaml, read_yaml, with_overrides
+from rlx.config.loading import from_tree, parse_yaml, read_yaml, setting_at, with_overrides
 from rlx.config.run import RunConfig, is_setting, setting_keys
 from rlx.config.sections.algorithm import ESTIMATORS, GROUPED, AdvantageName
 from rlx.config.sections.base import flatten
@@ -768,3 +768,20 @@ def test_sources_take_what_they_do_not_say_from_the_section() -> None:
     assert from_tree(config.model_dump(mode="json")) == config
     alone = from_tree({})
     assert alone.data.parts == [alone.data] and alone.reward_parts == [alone.reward] and alone.data.labels == []
+
+
+def test_a_key_leads_to_a_setting_or_to_an_entry_of_one() -> None:
+    functions = {"numeric": 1.0, "package.module:name": 0.5}
+    flat = flatten(from_tree({"reward": {"functions": functions}, "data": {"params": {"max_digits": 2}}}))
+    assert setting_at(flat, "train.actor_lr") == flat["train.actor_lr"]
+    assert setting_at(flat, "reward.functions") == functions
+    assert setting_at(flat, "reward.functions.package.module:name") == 0.5
+    assert setting_at(flat, "data.params.max_digits") == 2
+    for key in ("reward.functions.format", "data.params.x.y", "data.params.max_digits.x", "train.zzz", "zzz"):
+        assert setting_at(flat, key) is None
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_that_cannot_be_used_is_refused(seed: int) -> None:
+    with pytest.raises(ConfigError, match="config: seed = "):
+        from_tree({"seed": seed})

@@ -325,6 +325,50 @@ def test_what_an_earlier_process_left_is_ended_and_nothing_of_the_new_one() -> N
     assert asyncio.run(played()) == ["a 0"]
 
 
+class SlowToForget(LocalHost):
+    async def call(self, method: str, *args: Any) -> Any:
+        await asyncio.sleep(0.05 if method == "forget" else 0.0)
+        return await super().call(method, *args)
+
+
+def test_episodes_that_begin_while_a_host_is_slow_to_forget_are_not_ended() -> None:
+    settings = HostSettings(f"{HERE}Echo", {}, 5.0, 4)
+    hosts = [SlowToForget(settings), LocalHost(settings)]
+    pool = EnvironmentPool(hosts, "owner/", retries=0, concurrency=4, notify=lambda text: None)
+
+    async def played() -> list[str]:
+        forgetting = asyncio.ensure_future(pool.forget())
+        await asyncio.sleep(0.01)
+        await pool.start("1", ROW, 7)  # on the first host, which has not begun to forget
+        await pool.start("2", ROW, 7)
+        await forgetting
+        return [(await pool.step("2", "a", 0)).text]
+
+    assert asyncio.run(played()) == ["a 0"]
+
+
+class DiesInClose(LocalHost):
+    async def call(self, method: str, *args: Any) -> Any:
+        if method == "close":
+            raise HostLost("died")
+        return await super().call(method, *args)
+
+
+def test_a_host_that_is_lost_in_a_last_call_is_replaced() -> None:
+    host = DiesInClose(HostSettings(f"{HERE}Echo", {}, 5.0, 4))
+    pool = EnvironmentPool([host], "owner/", retries=1, concurrency=4, notify=lambda text: None)
+
+    async def played() -> str:
+        await pool.start("1", ROW, 7)
+        await pool.start("2", ROW, 7)
+        assert await pool.close("1")
+        assert dict(pool.failures) == {"died": 1}
+        return (await pool.step("2", "a", 0)).text  # on a new instance, which is told all from the beginning
+
+    assert asyncio.run(played()) == "a 0"
+    assert dict(pool.failures) == {"died": 1}
+
+
 def had_twice(pool: EnvironmentPool, *actions: str) -> bool:
     """Whether an episode comes out the same that is had once more beside itself."""
 

@@ -205,6 +205,28 @@ def test_calls_go_on_on_another_event_loop() -> None:
     assert asyncio.run(bounded(calls.call("after", 0.0, 1, timeout_s=5))) == 1
 
 
+def test_a_call_of_an_actor_that_works_has_as_long_as_it_needs() -> None:
+    worker, asked = Worker(), list[int]()
+    calls = BulkCalls(Handle(worker), "worker")
+
+    async def works() -> bool:
+        asked.append(len(asked))
+        if len(asked) == 3:
+            worker.gate.set()
+        return True
+
+    async def rests() -> bool:
+        return False
+
+    async def run() -> None:
+        assert await calls.call("at_gate", 7, timeout_s=0.02, works=works) == 7 and len(asked) >= 3
+        worker.gate.clear()
+        with pytest.raises(CallTimeoutError, match="worker did not answer in time"):
+            await calls.call("at_gate", 8, timeout_s=0.02, works=rests)
+
+    asyncio.run(bounded(run()))
+
+
 async def bounded(call: Coroutine[Any, Any, Any]) -> Any:
     return await asyncio.wait_for(call, 2)
 

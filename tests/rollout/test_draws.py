@@ -1,7 +1,7 @@
 """Which engine draws a turn of an episode, and what becomes of the turn when the engine is lost or gets weights."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -40,11 +40,12 @@ class Generate:
 
 
 class Engine:
-    """The handle of an engine; what a call does to itself is given."""
+    """The handle of an engine; what a call does to itself is given, and what it says of its steps, one by one."""
 
-    def __init__(self, *on_calls: Callable[[Call], None]) -> None:
+    def __init__(self, *on_calls: Callable[[Call], None], steps: Iterable[int] = ()) -> None:
         left = list(on_calls)
         self.generate = Generate(lambda call: (left.pop(0) if left else good)(call))
+        self.steps = iter(steps)
 
 
 def good(call: Call) -> None:
@@ -65,12 +66,20 @@ class Calls:
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine, self.name = engine, name
 
-    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        call = getattr(self.engine, method).begin(*args)
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(call.answer), timeout_s)
-        except TimeoutError:
-            raise CallTimeoutError(self.name) from None
+    async def call(
+        self, method: str, *args: Any, timeout_s: float, works: Callable[[], Awaitable[bool]] | None = None
+    ) -> Any:
+        if method == "steps":
+            steps = next(self.engine.steps, None)
+            if steps is None:
+                raise CallTimeoutError(self.name)
+            return steps
+        assert works
+        call = asyncio.wrap_future(getattr(self.engine, method).begin(*args).answer)
+        while not (await asyncio.wait([call], timeout=timeout_s))[0]:
+            if not await works():
+                raise CallTimeoutError(self.name)
+        return call.result()
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +162,24 @@ def test_an_engine_that_hangs_is_ended_whatever_it_was_asked_with(killed: list[A
     draws = drawing(hanging, Engine(), timeout_s=0.01)
     assert asyncio.run(draws(REQUEST, 0)).engine == 1
     assert draws.pool.lost == {0: "engine 0 did not answer in time"} and killed == [hanging]
+
+
+@pytest.mark.parametrize("steps", [(), (5, 5), (5, 9, 9), (0, 1, 2, 2)])
+def test_an_engine_that_steps_no_more_is_ended(steps: Sequence[int], killed: list[Any]) -> None:
+    engine = Engine(open_, steps=steps)
+    with pytest.raises(NoEngineError):
+        asyncio.run(drawing(engine, timeout_s=0.01)(REQUEST, 0))
+    assert next(engine.steps, None) is None and killed == [engine]
+
+
+def test_an_engine_that_steps_has_as_long_as_it_needs(killed: list[Any]) -> None:
+    def steps() -> Iterator[int]:
+        yield from (1, 2)
+        good(engine.generate.calls[0])
+        yield 3
+
+    engine = Engine(open_, steps=steps())
+    assert asyncio.run(drawing(engine, timeout_s=0.01)(REQUEST, 0)).engine == 0 and not killed
 
 
 def test_a_refused_turn_is_told_and_no_engine_is_lost() -> None:

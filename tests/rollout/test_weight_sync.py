@@ -201,6 +201,7 @@ def test_a_connection_that_breaks_by_itself_is_named(pair: Pair, monkeypatch: py
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pair", ["auto", "gloo", "object_store"], indirect=True)
 def test_an_engine_that_hangs_is_named_in_time_and_the_other_has_the_weights(pair: Pair) -> None:
     assert pair.push() == {}
     pair.change()

@@ -98,9 +98,23 @@ def test_a_scheduler_is_told_what_trials_did_before_a_resume_by_their_names(tmp_
     assert (schedule.known, schedule.settings, schedule.seeds, schedule.max_seeds) == (known, 7, 2, 2)
 
 
+def created(plan: SweepPlan, storage: Storage) -> SweepPlan:
+    """A new sweep as it will run, in its folder."""
+    plan = plans.check_sweep(plan)
+    plans.create_sweep(plan, storage)
+    return plan
+
+
+def test_a_grid_within_a_random_search_is_counted_once(tmp_path: Path) -> None:
+    text = "{'train.actor_lr': tune.loguniform(1e-6, 1e-4), 'algorithm.kl_coef': tune.grid_search([0, 0.01, 0.1])}"
+    storage, space = open_storage(str(tmp_path)), space_file(tmp_path, text)
+    made = created(SweepPlan("s", {"storage": str(tmp_path)}, space, trials=2), storage)
+    assert made.trials == plans.saved_sweep(storage, "s").trials == 6
+
+
 def test_a_resume_uses_the_search_space_as_it_was(tmp_path: Path) -> None:
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
-    made = plans.create_sweep(SweepPlan("s", {"storage": str(tmp_path)}, space), storage)
+    made = created(SweepPlan("s", {"storage": str(tmp_path)}, space), storage)
     Path(space).unlink()  # it may be on another machine
     saved = plans.saved_sweep(storage, None)
     assert replace(saved, space=made.space) == made
@@ -110,7 +124,7 @@ def test_a_resume_uses_the_search_space_as_it_was(tmp_path: Path) -> None:
 def test_a_sweep_of_before_goes_on_with_the_defaults_of_before(tmp_path: Path) -> None:
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
     tree = {"storage": str(tmp_path), "model": {"path": "org/name"}, "train": {"steps": 4, "actor_lr": 3e-6}}
-    made = plans.create_sweep(SweepPlan("s", tree, space), storage)
+    made = created(SweepPlan("s", tree, space), storage)
     assert plans.saved_sweep(storage, "s").tree == made.tree == tree
     file = tmp_path / "sweeps" / "s" / "sweep.json"
     old = json.loads(file.read_text())
@@ -124,14 +138,14 @@ def test_a_sweep_of_before_goes_on_with_the_defaults_of_before(tmp_path: Path) -
 @pytest.mark.parametrize(("scheduler", "rungs"), [("asha", "[10, 20]"), ("race", "[10, 20]"), ("none", None)])
 def test_the_rungs_of_a_sweep_are_recorded_with_it(scheduler: Any, rungs: str | None, tmp_path: Path) -> None:
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
-    plans.create_sweep(SweepPlan("s", {"storage": str(tmp_path)}, space, scheduler=scheduler, seeds=2), storage)
+    created(SweepPlan("s", {"storage": str(tmp_path)}, space, scheduler=scheduler, seeds=2), storage)
     run = mlflow.client(mlflow.default_uri(tmp_path)).get_run(mlflow_run(storage / "sweeps" / "s"))
     assert run.data.tags.get("rlx.rungs") == rungs
 
 
 def test_a_new_sweep_tells_once_of_what_can_have_no_schedule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
-    plans.create_sweep(SweepPlan("s", {"storage": str(tmp_path)}, space, scheduler="pbt"), storage)
+    created(SweepPlan("s", {"storage": str(tmp_path)}, space, scheduler="pbt"), storage)
     plans.saved_sweep(storage, "s")
     assert [message for message in caplog.messages if "train.ppo_epochs can have no schedule" in message] == [ANY]
 
@@ -139,7 +153,7 @@ def test_a_new_sweep_tells_once_of_what_can_have_no_schedule(tmp_path: Path, cap
 def test_rungs_in_tokens_are_recorded_and_read_back(tmp_path: Path) -> None:
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
     plan = SweepPlan("s", {"storage": str(tmp_path)}, space, scheduler="asha", rung_by="tokens")
-    plans.create_sweep(plan, storage)
+    created(plan, storage)
     assert plans.saved_sweep(storage, "s").rung_by == "tokens"
     tags = mlflow.client(mlflow.default_uri(tmp_path)).get_run(mlflow_run(storage / "sweeps" / "s")).data.tags
     assert (tags["rlx.rung_by"], tags.get("rlx.rungs")) == ("tokens", None)
@@ -149,7 +163,7 @@ def test_a_sweep_of_another_person_is_not_resumed_unless_it_is_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
-    plans.create_sweep(SweepPlan("s", {"storage": str(tmp_path)}, space), storage)
+    created(SweepPlan("s", {"storage": str(tmp_path)}, space), storage)
     code = tmp_path / "sweeps" / "s" / "space.py"
     code.write_text(code.read_text() + "# and more")
     with pytest.raises(ConfigError, match=r"this user did not write sweep 's', whose search space is code: read space"):
@@ -166,7 +180,7 @@ EDITS = [{"trials": "many"}, {"trials": -3}, {"seeds": 0}, {"search": "zzz"}, {"
 @pytest.mark.parametrize("change", EDITS)
 def test_an_edited_plan_is_damaged(change: dict[str, Any], tmp_path: Path) -> None:
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
-    plans.create_sweep(SweepPlan("s", {"storage": str(tmp_path)}, space), storage)
+    created(SweepPlan("s", {"storage": str(tmp_path)}, space), storage)
     file = tmp_path / "sweeps" / "s" / "sweep.json"
     for content in (json.loads(file.read_text()) | change, [change], 4, None):
         file.write_text(json.dumps(content))
@@ -243,7 +257,7 @@ def prepared(
     storage = open_storage(tree["storage"])
     config = from_tree(tree)
     connection.connect(config, plan_resources(config))
-    return plans.create_sweep(SweepPlan("s", tree, space_file(folder, space), **options), storage), storage
+    return created(SweepPlan("s", tree, space_file(folder, space), **options), storage), storage
 
 
 def run_of(plan: SweepPlan, storage: Storage) -> str:

@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rlx.config.loading import with_overrides
 from rlx.runs.mailbox import CHECKPOINT_PATH
 from rlx.storage.checkpoint_catalog import Manifest, checkpoint_name, commit
 from rlx.storage.filesystem import Storage
 from rlx.sweeps.records import SweepPlan, TrialRecord
-from rlx.sweeps.trainable import PPOTrial, SharedInputs
+from rlx.sweeps.trainable import PPOTrial, SharedInputs, current_attempt
 
 
 class Steps:
@@ -99,3 +100,16 @@ def test_a_trial_that_had_reported_its_last_step_hears_it_from_its_run(tmp_path:
     record = TrialRecord(settings={}, reports=[(4, 0.5), (8, 0.5)])
     trial = Continued({"plan": plan, "storage": Storage.local(tmp_path), "known": {"trial_00000": record}})
     assert trial.repeated == []
+
+
+def test_a_trial_that_varies_an_entry_of_a_setting_continues_its_run(tmp_path: Path) -> None:
+    functions = {"numeric": 1.0, "format": 0.5}
+    tree = {"reward": {"functions": functions, "format_pattern": "x.*", "answer_pattern": "#(.+)"}}
+    settings = {"reward.functions.format": 0.25}
+    storage = Storage.local(tmp_path)
+    run = storage / "sweeps" / "s" / "runs" / "trial_00000"
+    (run / "config.yaml").write_text(json.dumps(with_overrides(tree, settings)))  # which is YAML, too
+    (run / "run.json").write_text(json.dumps({"mlflow_run": "x"}))
+    plan, record = SweepPlan("s", tree, "space.py"), TrialRecord(settings=settings)
+    attempt = current_attempt(plan, storage, "trial_00000", record, "")
+    assert attempt.start["reward.functions.format"] == 0.25

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import OnRanks
-from test_update import trainer_of
+from test_update import flat, trainer_of
 from torch import Tensor
 
 from rlx.algorithms.advantages import AdvantageInputs, AdvantageSettings, estimate_advantages, gae, token_rewards
@@ -182,8 +182,8 @@ def updated(path: str, way: dict[str, Any], micro_batch_tokens: int) -> dict[str
     batch = loop.compute_logprobs(run, batch, run.defers_logprobs)
     batch, kl_sums = loop.compute_advantages(run, batch)
     assert not batch.advantages[batch.mask == 0].any()
-    batch, sums = update.update(run, batch, run.defers_logprobs)
-    sums = run.sum_over_ranks(sums | kl_sums | {"advantages": (batch.advantages * batch.home[:, None]).sum()})
+    batch, stats = update.update(run, batch, run.defers_logprobs)
+    sums = run.sum_over_ranks(flat(stats) | kl_sums | {"advantages": (batch.advantages * batch.home[:, None]).sum()})
     state = {f"{n}.{k}": p for n, t in run.models.items() for k, p in t.model.named_parameters()}
     result = {name: p.full_tensor().detach() for name, p in state.items()}
     everywhere = ("grad_norm/", "updates", "passes")  # what each rank knows of the whole

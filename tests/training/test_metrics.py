@@ -17,6 +17,7 @@ from rlx.tracking.metrics import meaning
 from rlx.training import loop, metrics
 from rlx.training.collector import Selection
 from rlx.training.experience import Experience
+from rlx.training.stats import LossStats, Sums, UpdateStats
 from rlx.types import Completion, Prompt, ScoredCompletion
 
 LENGTHS = (1, 2, 2, 3)
@@ -94,32 +95,32 @@ def summarized(rank: int, ranks: int) -> tuple[dict[str, float], dict[str, float
     """A step's and an evaluation's metrics, the count of tokens and the coefficient of the KL after the step."""
     trainer, share = trainer_of(Mesh.of("cpu", 1)), 4 // ranks
     own = slice(rank * share, (rank + 1) * share)
-    batch, queue = experience(own), SimpleNamespace(seconds=1.0 + rank)
+    batch = experience(own)
     selection = Selection(share // 2, 2, filtered=False, greedy=False)
     selection.add(scored()[own])
+    selection.seconds = 1.0 + rank
     tokens = batch.mask.sum()
-    sums = {  # of two optimizer steps; what ranks have shares of grows with their tokens
-        "kl/ref": 0.25 * tokens,
-        "kl/penalty": -0.5 * tokens,
-        "positions": batch.ids.numel(),
-        "passes": 2.0,
-        "updates": 2.0,
-        "updated": 2 * tokens,
-        "policy/loss": 0.5 * tokens,
-        "policy/clip_fraction": 0.25 * tokens,
-        "policy/clip_low_fraction": 0.05 * tokens,
-        "policy/clip_high_fraction": 0.2 * tokens,
-        "policy/dual_clip_fraction": 0.5 * tokens,
-        "policy/approx_kl": 0.5 * tokens,
-        "policy/ratio": 2 * tokens,
-        "value/loss": tokens,
-        "value/clip_fraction": torch.zeros(()),
-    }
-    sums |= {f"grad_norm/{name}": torch.tensor(6.0) for name in ("policy", "critic")}
+    losses = LossStats(
+        {
+            "policy/loss": 0.5 * tokens,
+            "policy/clip_fraction": 0.25 * tokens,
+            "policy/clip_low_fraction": 0.05 * tokens,
+            "policy/clip_high_fraction": 0.2 * tokens,
+            "policy/dual_clip_fraction": 0.5 * tokens,
+            "policy/approx_kl": 0.5 * tokens,
+            "policy/ratio": 2 * tokens,
+            "value/loss": tokens,
+            "value/clip_fraction": torch.zeros(()),
+        },
+        2 * tokens,
+    )  # of two optimizer steps; what ranks have shares of grows with their tokens
+    norms: Sums = {name: torch.tensor(6.0) for name in ("policy", "critic")}
+    stats = UpdateStats(losses, grad_norms=norms, passes=2, optimizer_steps=2, positions=batch.ids.numel())
+    kl_sums: Sums = {"kl/ref": 0.25 * tokens, "kl/penalty": -0.5 * tokens}
     seconds = {"time/rollout": 4.0, "time/update": 2.0, "time/step": 8.0}
-    found, counts = metrics.summarize(trainer, queue, selection, batch, sums, seconds)  # type: ignore[arg-type]
-    found |= loop.advance(trainer, queue, counts)  # type: ignore[arg-type]
-    assert queue.seconds == 0.0 and found.pop("memory/peak_gib") > 0
+    found, counts = metrics.summarize(trainer, selection, batch, stats, kl_sums, seconds)  # type: ignore[arg-type]
+    found |= loop.advance(trainer, counts)  # type: ignore[arg-type]
+    assert found.pop("memory/peak_gib") > 0
     evaluated = metrics.mean_over_ranks(
         trainer, scored()[rank :: ranks + 1], "eval"
     )  # 0 and 2 of one rank; 0, 3 and 1 of two
@@ -197,18 +198,12 @@ def filtered(rank: int, ranks: int) -> dict[str, float]:
 def of_critic_alone(selection: Selection, **more: Any) -> dict[str, float]:
     """The metrics of a step in which the critic alone has learned."""
     batch = experience(slice(0, 4))
-    sums: dict[str, Any] = {
-        "kl/ref": 0.0,
-        "kl/penalty": 0.0,
-        "positions": 20,
-        "passes": 2.0,
-        "updates": 2.0,
-        "updated": 16.0,
-    }
-    sums |= {"value/loss": 8.0, "value/clip_fraction": 0.0, "grad_norm/critic": 6.0}
-    seconds, queue = {"time/rollout": 4.0, "time/update": 2.0, "time/step": 8.0}, SimpleNamespace(seconds=1.0)
+    losses = LossStats({"value/loss": 8.0, "value/clip_fraction": 0.0}, 16.0)
+    stats = UpdateStats(losses, grad_norms={"critic": 6.0}, passes=2, optimizer_steps=2, positions=20)
+    kl_sums: Sums = {"kl/ref": 0.0, "kl/penalty": 0.0}
+    seconds = {"time/rollout": 4.0, "time/update": 2.0, "time/step": 8.0}
     trainer = trainer_of(Mesh.of("cpu", 1), **more)
-    found, counts = metrics.summarize(trainer, queue, selection, batch, sums, seconds)  # type: ignore[arg-type]
+    found, counts = metrics.summarize(trainer, selection, batch, stats, kl_sums, seconds)  # type: ignore[arg-type]
     assert counts.kl is None
     return found
 

@@ -102,7 +102,7 @@ def test_one_step_ahead_the_next_round_is_drawn_while_this_one_trains() -> None:
     own.wait(0)
     assert log(own) == ["finish 4 of 0"]
     assert {one.version for one in step(own, 1)} == {0}
-    assert log(own) == ["begin 4 with 1"] and own.seconds == 4.0  # two rounds
+    assert log(own) == ["begin 4 with 1"] and own.seconds == 2.0  # of the second round
 
 
 def test_rounds_without_logprobs_go_into_a_checkpoint() -> None:

@@ -30,6 +30,7 @@ from rlx.training.evaluation.evaluate import evaluate
 from rlx.training.evaluation.sets import QuestionSet
 from rlx.training.experience import Experience
 from rlx.training.setup import models
+from rlx.training.stats import UpdateStats
 from rlx.types import Completion, Prompt, ScoredCompletion
 
 # --- one global batch, cut up
@@ -163,6 +164,14 @@ def trainer_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: 
     )
 
 
+def flat(stats: UpdateStats) -> dict[str, Any]:
+    """The numbers of an update by one name each."""
+    norms = {f"grad_norm/{name}": norm for name, norm in stats.grad_norms.items()}
+    first = {f"first/{name}": total for name, total in stats.first.sums.items()}
+    counts = {"passes": stats.passes, "updates": stats.optimizer_steps, "positions": stats.positions}
+    return {**stats.losses.sums, **first, **norms, **counts, "updated": stats.losses.tokens}
+
+
 def updated(
     rank: int, ranks: int, path: str, way: dict[str, Any], micro_batch_tokens: int, device: str = "cpu"
 ) -> dict[str, Tensor]:
@@ -179,8 +188,8 @@ def updated(
         batch = replace(start, rollout_logprobs=said + 0.3 * wave * start.mask)
         batch = loop.compute_logprobs(run, batch, run.defers_logprobs)
         batch, kl_sums = loop.compute_advantages(run, batch)
-        batch, sums = update.update(run, batch, run.defers_logprobs)
-        sums = run.sum_over_ranks(sums | kl_sums | {"entropy": (batch.entropy * batch.mask).sum()})
+        batch, stats = update.update(run, batch, run.defers_logprobs)
+        sums = run.sum_over_ranks(flat(stats) | kl_sums | {"entropy": (batch.entropy * batch.mask).sum()})
     state = {f"{n}.{k}": p for n, t in run.models.items() for k, p in t.model.named_parameters()}
     state |= {f"average.{name}": p for name, p in run.ema.items()}
     result = {name: p.full_tensor().detach().cpu() for name, p in state.items()}
@@ -204,7 +213,11 @@ def by_engines(rank: int, ranks: int, path: str) -> tuple[Experience, Experience
     runs[1].policy.forward = refuse
     theirs = loop.compute_logprobs(runs[1], replace(start, rollout_logprobs=own.logprobs - 0.1 * own.mask))
     del runs[1].policy.forward
-    return own, theirs, runs[1].sum_over_ranks(update.update(runs[1], loop.compute_advantages(runs[1], theirs)[0])[1])
+    return (
+        own,
+        theirs,
+        runs[1].sum_over_ranks(flat(update.update(runs[1], loop.compute_advantages(runs[1], theirs)[0])[1])),
+    )
 
 
 def test_the_engines_logprobs_can_be_the_old_ones(on_ranks: OnRanks, tiny_model: Path) -> None:
@@ -213,7 +226,7 @@ def test_the_engines_logprobs_can_be_the_old_ones(on_ranks: OnRanks, tiny_model:
     torch.testing.assert_close(theirs.entropy, -theirs.logprobs)
     assert sums["policy/ratio"] / sums["updated"] == pytest.approx(math.exp(0.1), abs=1e-5)
     gap = math.exp(0.1) - 1 - 0.1  # k3: r - 1 - log r
-    assert sums["first/policy/approx_kl"] / sums["first/updated"] == pytest.approx(gap, abs=1e-5)
+    assert sums["first/policy/approx_kl"] / sums["updated"] == pytest.approx(gap, abs=1e-5)
 
 
 def late_or_not(rank: int, ranks: int, path: str, way: dict[str, Any], late: bool) -> tuple[Experience, dict[str, Any]]:
@@ -234,13 +247,13 @@ def late_or_not(rank: int, ranks: int, path: str, way: dict[str, Any], late: boo
     assert bool(first.logprobs.any()) != late
     assert all(other.logprobs.any() for other in others)
     batch, kl_sums = loop.compute_advantages(run, batch)
-    batch, own_sums = update.update(run, batch, late)
-    sums: dict[str, Any] = run.sum_over_ranks(own_sums)
+    batch, stats = update.update(run, batch, late)
+    sums: dict[str, Any] = run.sum_over_ranks(flat(stats))
     selection = Selection(len(judged), run.config.train.samples_per_prompt, filtered=False, greedy=False)
     selection.add(judged)
-    queue: Any = SimpleNamespace(seconds=1.0)
+    selection.seconds = 1.0
     seconds = {"time/rollout": 1.0, "time/update": 1.0, "time/step": 2.0}
-    sums |= metrics.summarize(run, queue, selection, batch, own_sums | kl_sums, seconds)[0]
+    sums |= metrics.summarize(run, selection, batch, stats, kl_sums, seconds)[0]
     del sums["memory/peak_gib"]
     return batch, sums | {name: p.full_tensor().detach() for name, p in run.policy.named_parameters()}
 
@@ -471,7 +484,7 @@ def averages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
             parameter.grad = torch.ones_like(parameter)
     update.optimizer_step(run, 0)
     collector = Pushes(weight, rank, ranks)
-    evaluated, _ = evaluate(run, collector, every=True)  # type: ignore[arg-type]
+    evaluated, _ = evaluate(run, collector, all_sets=True)  # type: ignore[arg-type]
     assert {"eval/reward", "eval/ema/reward"} <= set(evaluated)
     assert collector.kept == [1]  # the answers of the weights themselves
     assert collector.outcomes == dict.fromkeys((HELD_OUT, AVERAGED), [True] * ranks)
@@ -548,8 +561,8 @@ def without_cut(rank: int, ranks: int, path: str) -> list[dict[str, Tensor]]:
         batch, _ = loop.compute_advantages(run, replace(batch, trained=kept if way != "none" else 0 * kept))
         batch = batch.rows(kept.bool()) if way == "removed" else batch
         if way != "start":
-            _, sums = update.update(run, batch)
-            assert int(sums["updated"]) == int(batch.loss_mask.sum())
+            _, stats = update.update(run, batch)
+            assert int(stats.losses.tokens) == int(batch.loss_mask.sum())
         found.append({f"{n} {k}": p for n, t in run.models.items() for k, p in t.model.named_parameters()})
     return [{name: p.full_tensor().detach() for name, p in weights.items()} for weights in found]
 

@@ -7,12 +7,12 @@ for by the hundred (rlx.rollout.engine_pool).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from rlx.actors import BulkCalls, EngineLostError, EngineTimeoutError, engine_errors
+from rlx.actors import BulkCalls, CallError, EngineLostError, EngineTimeoutError, engine_errors
 from rlx.rollout.base import PendingRollout, Request
-from rlx.rollout.engine_pool import EnginePool
+from rlx.rollout.engine_pool import PATIENCE_S, EnginePool
 from rlx.rollout.episodes.player import Drawn, NoEngineError, Player
 from rlx.types import Prompt, Sampling
 
@@ -81,12 +81,29 @@ class EngineDraws:
     async def _drawn(self, request: Request, engine: int, version: int) -> Drawn:
         self._running[engine] = self._running.get(engine, 0) + 1
         try:
-            call = self._calls[engine].call("generate", [request], version, timeout_s=self.pool.timeout_s)
+            call = self._calls[engine].call(
+                "generate", [request], version, timeout_s=self.pool.timeout_s, works=self._stepping(engine)
+            )
             with engine_errors(engine):
                 outputs, seconds = await call
         finally:
             self._running[engine] -= 1
         return Drawn(outputs[0], version, engine, seconds)
+
+    def _stepping(self, engine: int) -> Callable[[], Awaitable[bool]]:
+        """Tells whether an engine answers, and has made a step since it was asked the last time."""
+        before: int | None = None
+
+        async def has_stepped() -> bool:
+            nonlocal before
+            last = before
+            try:
+                before = int(await self._calls[engine].call("steps", timeout_s=PATIENCE_S))
+            except CallError:
+                return False
+            return before != last
+
+        return has_stepped
 
 
 @dataclass

@@ -15,7 +15,7 @@ import ray
 from torch import Tensor
 
 from rlx.actors import RolloutError, get_result
-from rlx.rollout.weight_sync.base import DeviceLocation
+from rlx.rollout.weight_sync.base import RECEIVER_PATIENCE, DeviceLocation
 from rlx.rollout.weight_sync.buckets import Bucket, pack, unpack
 from rlx.rollout.weight_sync.sender import OutgoingBucket, OutgoingUpdate
 from rlx.types import WeightSyncError
@@ -46,7 +46,7 @@ class ObjectStoreSender:
     def connect(self) -> None:
         request = self._update.request
         tensors = sum(map(len, request.layouts))
-        opened = (self._update.plan.name, tensors, request.timeout_s, request.keep)
+        opened = (self._update.plan.name, tensors, RECEIVER_PATIENCE * request.timeout_s, request.keep)
         self._wait({index: engine.start_update.remote(*opened) for index, engine in self._engines.items()})
 
     def send(self, bucket: OutgoingBucket) -> None:

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from rlx.actors import EngineLostError, EngineTimeoutError, RolloutError, get_result
-from rlx.rollout.weight_sync.base import OBJECT_STORE, Incoming, Source, wait
+from rlx.rollout.weight_sync.base import OBJECT_STORE, RECEIVER_PATIENCE, Incoming, Source, wait
 from rlx.rollout.weight_sync.buckets import Layout, byte_size, fill
 
 _GRACE_S = 5.0  # in which engines answer that an update was interrupted
-_RECEIVER_PATIENCE = 3  # an engine waits this many times longer than the trainer, which may wait for other engines
 
 Failures = dict[int, EngineLostError]
 """engines, and why they did not take the weights"""
@@ -254,7 +253,7 @@ def _incoming(plan: UpdatePlan, request: UpdateRequest, engine: int) -> Incoming
         world=plan.world,
         sources=plan.sources[engine],
         layouts=request.layouts,
-        timeout_s=_RECEIVER_PATIENCE * request.timeout_s,
+        timeout_s=RECEIVER_PATIENCE * request.timeout_s,
         keep=request.keep,
     )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlx.config.errors import ConfigError
-from rlx.config.loading import from_tree, with_overrides
+from rlx.config.loading import from_tree, setting_at, with_overrides
 from rlx.config.run import may_change
 from rlx.config.sections.base import flatten
 from rlx.runs.run_folder import saved_config
@@ -49,7 +49,7 @@ def lineage_of(sweep: Storage, trial: str, steps: int, varied: Sequence[str]) ->
         is_branch = bool(origin) and config.checkpoint.init_state == "all"
         *_, donor, checkpoint = ["", "", *str(origin).partition("?")[0].split("/")]
         start = int(checkpoint.rpartition("_")[2]) if is_branch else 0
-        stretches.insert(0, Stretch(run, start, end, {key: values[key] for key in varied}))
+        stretches.insert(0, Stretch(run, start, end, {key: setting_at(values, key) for key in varied}))
         if not is_branch:
             return stretches
         if start >= end or len(stretches) > steps:

@@ -1,0 +1,47 @@
+"""What an update counts on one rank. What is made of it, over all ranks, is in metrics.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+Sums = dict[str, float | Tensor]
+"""statistics of this rank by name, those that apply to the step; summed over ranks before anything is divided"""
+
+
+@dataclass
+class LossStats:
+    """The losses of some passes on this rank, by metric name; no entry for a model that did not learn."""
+
+    sums: Sums = field(default_factory=dict)  # shares of losses; all else is summed over tokens
+    tokens: float | Tensor = 0.0  # that the losses counted
+
+    def add(self, more: LossStats) -> None:
+        """Adds those of further passes."""
+        add_sums(self.sums, more.sums)
+        self.tokens = self.tokens + more.tokens
+
+
+@dataclass
+class UpdateStats:
+    """What the update of a step has done on this rank."""
+
+    losses: LossStats = field(default_factory=LossStats)  # of all passes
+    first: LossStats = field(default_factory=LossStats)  # of the pass before the first optimizer step
+    grad_norms: Sums = field(default_factory=dict)  # before clipping, by model; summed over optimizer steps
+    passes: int = 0  # over a mini-batch each
+    optimizer_steps: int = 0
+    positions: int = 0  # of the rows of an epoch, padding included
+
+    @property
+    def policy_learned(self) -> bool:
+        """False while the critic warms up."""
+        return "policy" in self.grad_norms
+
+
+def add_sums(sums: Sums, more: Mapping[str, float | Tensor]) -> None:
+    """Adds numbers to those of the same names."""
+    for name, value in more.items():
+        sums[name] = sums.get(name, 0.0) + value
