@@ -167,7 +167,7 @@ def requests(
     return (
         engine_spec(
             config.rollout, config.model, config.data.max_prompt_tokens, path, plan_resources(config).engines[0]
-        ).args,
+        ).options,
         sampling,
         rounds,
     )

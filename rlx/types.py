@@ -258,7 +258,6 @@ class ShardedWeight:
 
     name: str  # as Hugging Face names it
     shape: tuple[int, ...]
-    parts: tuple[
-        Tensor, ...
-    ]  # the tensors that it is computed from, as this rank holds them: FSDP shards, or full tensors
+    parts: tuple[Tensor, ...]
+    """the tensors that it is computed from, as this rank holds them: FSDP shards, or full tensors"""
     join: Callable[..., Tensor] | None = None  # computes it from the full parts; None: it is the only part

@@ -96,10 +96,6 @@ def _ppo(logp: Tensor, log_ratio: Tensor, cost: Tensor, settings: PolicyLossSett
     return Clipped(bounded, clipped > unclipped, ratio, (cost > 0) & (losses > limit))
 
 
-def _gspo(logp: Tensor, log_ratio: Tensor, cost: Tensor, settings: PolicyLossSettings) -> Clipped:
-    return _ppo(logp, log_ratio, cost, settings)  # `policy_loss` passes the ratio of the whole response
-
-
 def _cispo(logp: Tensor, log_ratio: Tensor, cost: Tensor, settings: PolicyLossSettings) -> Clipped:
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
@@ -114,16 +110,12 @@ def _sapo(logp: Tensor, log_ratio: Tensor, cost: Tensor, settings: PolicyLossSet
     return Clipped(cost * gate, torch.zeros_like(ratio, dtype=torch.bool), ratio)
 
 
-def _clip_cov(logp: Tensor, log_ratio: Tensor, cost: Tensor, settings: PolicyLossSettings) -> Clipped:
-    return _ppo(logp, log_ratio, cost, settings)  # the weights of tokens that were chosen by `covariances` are 0
-
-
 POLICY_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, PolicyLossSettings], Clipped]] = {
     "ppo": _ppo,
-    "gspo": _gspo,
+    "gspo": _ppo,  # `policy_loss` passes the ratio of the whole response
     "cispo": _cispo,
     "sapo": _sapo,
-    "clip_cov": _clip_cov,
+    "clip_cov": _ppo,  # the weights of tokens that were chosen by `covariances` are 0
 }
 
 

@@ -104,7 +104,7 @@ class FailureCounts(Counter[str]):
 
 @dataclass
 class _Record:
-    """An open episode: all that is needed to have it once more."""
+    """An open episode: all that is needed to replay it."""
 
     host: int
     life: int  # of the host, in which the instance was made
@@ -113,7 +113,7 @@ class _Record:
     observations: list[Observation] = field(default_factory=list)  # of the beginning, each action, and the score
     answer: str | None = None  # of an episode that was cut and scored
     is_whole: bool = True  # false: the instance has failed, and is not used again
-    second: SecondInstance | None = None  # of an episode that is had once more
+    second: SecondInstance | None = None  # of an episode that is checked
     second_life: int = 0  # of the host, in which that was made
 
 
@@ -133,8 +133,12 @@ class EnvironmentPool:
         self._lives, self._loads = [0] * len(hosts), [0] * len(hosts)
         self._records: dict[str, _Record] = {}
 
-    async def start(self, key: str, row: TaskRow, seed: int, again: bool = False) -> Observation:
-        """Begins an episode; returns its first messages. With `again` it is had once more beside it, see `close`.
+    async def start(self, key: str, row: TaskRow, seed: int, check: bool = False) -> Observation:
+        """Begins an episode; returns its first messages.
+
+        Args:
+            check: a second instance gets the same actions, so that `close` can say whether the environment is
+                deterministic. It may still run when a call of the first one returns.
 
         Raises:
             EnvironmentFailed: it cannot be begun.
@@ -143,7 +147,7 @@ class EnvironmentPool:
         self._loads[host] += 1
         record = self._records[key] = _Record(host, self._lives[host], Beginning(row, seed))
         observation = await self._attempted(key, record, "start", record.beginning)
-        if again:
+        if check:
             life = record.second_life = self._lives[host]
             lost = functools.partial(self._replace, host, life)
             record.second = SecondInstance(key, self.hosts[host], self._room[host], record.beginning, lost)
@@ -177,10 +181,14 @@ class EnvironmentPool:
             record.second.tell("finish", answer)
         return observation
 
-    async def close(self, key: str, again: bool = False) -> bool:
-        """Ends an episode; with `again` it is had once more, and false says that it has come out differently.
+    async def close(self, key: str, check: bool = False) -> bool:
+        """Ends an episode.
 
-        An episode that was begun with `again` has a second instance, which is done by now but for the last answer.
+        Args:
+            check: compare with a second instance: that which `start` has begun, or one that is made now.
+
+        Returns:
+            False if the second instance answered differently.
         """
         key = self.owner + key
         record = self._records.pop(key)
@@ -190,7 +198,7 @@ class EnvironmentPool:
         try:
             async with self._room[record.host]:
                 life = self._lives[record.host]
-                failed, same = await self._had_again(key, record, replies) if again else (None, True)
+                failed, same = await self._replayed(key, record, replies) if check else (None, True)
                 if failed:
                     self._noted(record, life, failed)
                 await self.hosts[record.host].call("close", key)
@@ -240,7 +248,7 @@ class EnvironmentPool:
         """
         life = self._lives[record.host]
         if method != "start" and (record.life != life or not record.is_whole):
-            failed, same = await self._had_again(key, record)
+            failed, same = await self._replayed(key, record)
             if failed:
                 return replace(failed, failure=f"{failed.failure}, when its actions were repeated")
             if not same:
@@ -257,7 +265,7 @@ class EnvironmentPool:
             self._replace(record.host, life, "")
         return reply.failure
 
-    async def _had_again(
+    async def _replayed(
         self, key: str, record: _Record, replies: Sequence[Reply] | None = None
     ) -> tuple[Reply | None, bool]:
         """Repeats the actions of an episode; returns the first reply that failed, and whether all are as before.

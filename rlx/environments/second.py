@@ -1,8 +1,8 @@
 """A second instance of an episode's environment, which is told all that the first was told.
 
-It is asked when the first has answered, so an environment that answers by the hour or by what others did meanwhile is
-still found out, and an episode that is over does not wait until all its turns were had again one after the other. Left
-out: comparing the answers (pool).
+It is asked when the first has answered. So an environment whose answers depend on the time, or on what others did
+meanwhile, is found out, and an episode that is over has not to wait until all its turns are replayed. Left out:
+comparing the answers (pool).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from rlx.environments.host import Beginning, Host, HostLost, Reply
 
 
 class SecondInstance:
-    """An episode that is had once more beside the first one, on the same host."""
+    """The second instance of an episode, on the host of the first one."""
 
     def __init__(
         self, key: str, host: Host, room: asyncio.Semaphore, beginning: Beginning, lost: Callable[[str], None]
     ) -> None:
         """`key`: of the episode; `lost`: is told why the host is lost."""
-        self._key, self._host, self._room, self._lost = f"{key}/again", host, room, lost
+        self._key, self._host, self._room, self._lost = f"{key}/second", host, room, lost
         self._replies = asyncio.create_task(self._after(None, "start", beginning))
 
     def tell(self, method: str, *args: Any) -> None:

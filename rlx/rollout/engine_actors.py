@@ -1,8 +1,7 @@
-"""Starts engines as Ray actors in a placement group. `ENGINES` has the kinds of engines that there are.
+"""Starts vLLM engines as Ray actors in a placement group. engine_pool.py sends them requests.
 
 Engines belong to the process that starts the run, not to rank 0, so they outlive a restart of the workers. Those that
 share a worker's GPU belong to the worker.
-engine_pool.py sends them requests.
 """
 
 from __future__ import annotations
@@ -16,21 +15,6 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rlx.rollout import vllm_engine
-from rlx.rollout.base import Engine
-
-
-@dataclass(frozen=True, slots=True)
-class EngineKind:
-    """An inference engine: its actor class and the environment of its process."""
-
-    actor: type[Engine]
-    environment: dict[str, str]
-    cpu_environment: dict[str, str]  # additional variables if it has no GPU
-
-
-ENGINES = {
-    "vllm": EngineKind(vllm_engine.VLLMEngine, vllm_engine.ENVIRONMENT, vllm_engine.CPU_ENVIRONMENT),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +22,17 @@ class EngineSpec:
     """What an engine is started with."""
 
     model: str  # Hugging Face folder or name
-    args: dict[str, Any]  # of the engine, see engine_args.py
+    options: dict[str, Any]  # vLLM's engine arguments, see engine_args.py
     resources: dict[str, float]  # that it takes of its bundle, as Ray names them
     adapter: dict[str, Any] | None = None  # peft's description of its adapters; None: it is sent whole models
-    kind: str = "vllm"  # a key of ENGINES
     bring: Callable[[], None] | None = None  # called first in its process: brings the model's folder to the node
     turn_s: float | None = None  # how long it waits while another engine on its GPU draws; None: it does not
 
     @property
     def environment(self) -> dict[str, str]:
         """The environment variables of the engine's process."""
-        kind = ENGINES[self.kind]
-        return kind.environment if self.resources.get("GPU", 0) > 0 else kind.environment | kind.cpu_environment
+        on_cpu = {} if self.resources.get("GPU", 0) > 0 else vllm_engine.CPU_ENVIRONMENT
+        return vllm_engine.ENVIRONMENT | on_cpu
 
 
 def start_engines(spec: EngineSpec, group: PlacementGroup, bundles: Sequence[int]) -> list[Any]:
@@ -78,12 +61,12 @@ def start_engine_here(spec: EngineSpec) -> Any:
 
 def _start(spec: EngineSpec, environment: dict[str, str], **options: Any) -> Any:
     return (
-        ray.remote(ENGINES[spec.kind].actor)
+        ray.remote(vllm_engine.VLLMEngine)
         .options(
             max_concurrency=1000,
             max_restarts=-1,  # it restarts with the model's own weights, and is in use again after the next push
             runtime_env={"env_vars": environment},
             **options,
         )
-        .remote(spec.model, spec.args, spec.adapter, spec.bring, spec.turn_s)
+        .remote(spec.model, spec.options, spec.adapter, spec.bring, spec.turn_s)
     )

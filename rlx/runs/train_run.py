@@ -125,8 +125,9 @@ class _Relay(ray.train.UserCallback):
         path = first.get(CHECKPOINT_PATH) or self._checkpoint
         if "done" in first:
             step = first | ({CHECKPOINT_PATH: path} if path else {})
+            job = step.pop(JOB, 1)
             is_last = bool(first["done"])  # then the driver may hear next, from itself, that the run has ended
-            self._box.send(StepReport(step, is_last, path or None, step.pop(JOB, 1)), wait=is_last)
+            self._box.send(StepReport(step, is_last, path or None, job), wait=is_last)
         self._checkpoint = "" if "done" in first else path  # one of an earlier step goes with the next step
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
@@ -334,7 +335,7 @@ class TrainRun:
                     notify(text)
                 case WorkersFailed(text, is_fatal):
                     failure, has_fatal = text, has_fatal or is_fatal
-                    if any(actors.is_dead(engine) for engine in engines[:1]) and all(map(actors.is_dead, engines)):
+                    if engines and all(map(actors.is_dead, engines)):
                         raise RunError(text)
                     if not is_fatal:
                         notify(f"{text} - the workers are restarted")

@@ -53,8 +53,8 @@ def _harmless(method: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
-class Room(Protocol):
-    """How many trials have room, see `rlx.sweeps.room`."""
+class RoomLike(Protocol):
+    """What is used here of `rlx.sweeps.room.Room`."""
 
     @property
     def is_due(self) -> bool: ...
@@ -71,7 +71,7 @@ class Helpers:
     Tune pickles its callbacks; a copy has nothing of it.
     """
 
-    def __init__(self, mailbox: Any = None, room: Room | None = None, is_copy: bool = False) -> None:
+    def __init__(self, mailbox: Any = None, room: RoomLike | None = None, is_copy: bool = False) -> None:
         self.mailbox, self.room, self.is_copy = mailbox, room, is_copy
         self.watch: Watch = _show_nothing
         self.interrupted = False  # the sweep, before all trials had ended

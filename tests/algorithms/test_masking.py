@@ -34,7 +34,6 @@ def test_whiten_by_hand() -> None:
     x, mask = f64([[1, NAN, 2], [6, INF, NAN]]), torch.tensor([[1, 0, 1], [1, 0, 0]])
     scale = 1 / math.sqrt(7 + 1e-8)
     close(masking.masked_whiten(x, mask), [[-2 * scale, 0, -1 * scale], [3 * scale, 0, 0]])
-    close(masking.masked_whiten(x, mask, shift_mean=False), [[3 - 2 * scale, 0, 3 - 1 * scale], [3 + 3 * scale, 0, 0]])
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1e5 + 0.1])  # the last one's variance rounds to below 0

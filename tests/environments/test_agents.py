@@ -121,7 +121,7 @@ class Waiting(AgentLoop):
         return 0.0
 
 
-def conversation(pool: EnvironmentPool, *actions: str, again: bool = False) -> tuple[list[Any], bool]:
+def conversation(pool: EnvironmentPool, *actions: str, check: bool = False) -> tuple[list[Any], bool]:
     """What an episode says, its rewards, and whether it comes out the same once more."""
 
     async def played() -> tuple[list[Any], bool]:
@@ -132,13 +132,13 @@ def conversation(pool: EnvironmentPool, *actions: str, again: bool = False) -> t
                 said.append(answered.reward if answered.done else answered.messages)
         except EnvironmentFailed as error:
             said.append(str(error))
-        return said, await pool.close("1", again)
+        return said, await pool.close("1", check)
 
     return asyncio.run(played())
 
 
 def test_requests_are_observations_and_answers_are_turns() -> None:
-    said, is_repeatable = conversation(pool_of(f"{HERE}Patient"), "no", "answer", again=True)
+    said, is_repeatable = conversation(pool_of(f"{HERE}Patient"), "no", "answer", check=True)
     opening = ({"role": "system", "content": "seed 7"}, user("question"))
     assert said == [opening, (user("not no (weights-40)"),), 0.9]
     assert is_repeatable

@@ -28,7 +28,7 @@ def said(name: str, *actions: str) -> list[Observation]:
         found = [await pool.start("1", TaskRow("How much is a pear?", "4"), 7)]
         for number, action in enumerate(actions):
             found.append(await pool.step("1", action, number))
-        assert await pool.close("1", again=True)
+        assert await pool.close("1", check=True)
         return found
 
     return asyncio.run(played())

@@ -170,7 +170,7 @@ class Dying(LocalHost):
         super().replace()
 
 
-def said(pool: EnvironmentPool, *actions: str, again: bool = False) -> tuple[list[str], bool]:
+def said(pool: EnvironmentPool, *actions: str, check: bool = False) -> tuple[list[str], bool]:
     """What an episode says, and whether it is repeatable."""
 
     async def played() -> tuple[list[str], bool]:
@@ -180,13 +180,13 @@ def said(pool: EnvironmentPool, *actions: str, again: bool = False) -> tuple[lis
                 texts.append((await pool.step("1", action, number)).text)
         except EnvironmentFailed as error:
             texts.append(f"failed: {error}")
-        return texts, await pool.close("1", again)
+        return texts, await pool.close("1", check)
 
     return asyncio.run(played())
 
 
 def test_an_episode_is_given_its_row_and_its_seeds() -> None:
-    assert said(pool_of(f"{HERE}Echo"), "a", "b", again=True) == (["question 7", "a 0", "b 1"], True)
+    assert said(pool_of(f"{HERE}Echo"), "a", "b", check=True) == (["question 7", "a 0", "b 1"], True)
 
 
 def test_a_host_that_dies_is_replaced_and_the_episode_goes_on_where_it_was() -> None:
@@ -233,7 +233,7 @@ def test_an_async_call_that_hangs_is_ended_and_its_process_stays() -> None:
 
 def test_an_environment_that_answers_differently_is_caught_when_it_is_repeated() -> None:
     pool = pool_of(f"{HERE}Lying")
-    texts, is_repeatable = said(pool, "a", again=True)
+    texts, is_repeatable = said(pool, "a", check=True)
     assert len(texts) == 2 and not is_repeatable
     assert pool.failures == {"unrepeatable": 1}
     host = Dying(HostSettings(f"{HERE}Lying", {}, 5.0, 2), {2})
@@ -295,7 +295,7 @@ def test_a_score_that_is_another_one_when_it_is_given_again_is_caught() -> None:
         await pool.start("1", ROW, 7)
         await pool.step("1", "a", 0)
         await pool.finish("1", "a")
-        return await pool.close("1", again=True)
+        return await pool.close("1", check=True)
 
     assert asyncio.run(cut()) is False and pool.failures["unrepeatable"] == 1
 
@@ -373,10 +373,10 @@ def had_twice(pool: EnvironmentPool, *actions: str) -> bool:
     """Whether an episode comes out the same that is had once more beside itself."""
 
     async def played() -> bool:
-        await pool.start("1", ROW, 7, again=True)
+        await pool.start("1", ROW, 7, check=True)
         for number, action in enumerate(actions):
             await pool.step("1", action, number)
-        return await pool.close("1", again=True)
+        return await pool.close("1", check=True)
 
     return asyncio.run(played())
 
@@ -400,7 +400,7 @@ def test_an_episode_that_is_had_once_more_beside_itself_is_told_all_twice_and_no
     host = Recording(HostSettings(f"{HERE}Echo", {}, 5.0, 2))
     assert had_twice(pool_of("", [host]), "a", "b")
     assert sorted(host.calls) == sorted(
-        [f"{call} {key}" for key in ("1", "1/again") for call in ("start", "step", "step", "close")]
+        [f"{call} {key}" for key in ("1", "1/second") for call in ("start", "step", "step", "close")]
     )
 
 
@@ -414,11 +414,11 @@ def test_a_second_instance_that_fails_is_no_proof() -> None:
     pool = pool_of(f"{HERE}Raising", retries=0)
 
     async def played() -> bool:
-        await pool.start("1", ROW, 7, again=True)
+        await pool.start("1", ROW, 7, check=True)
         Raising.made = 2
         await pool.step("1", "once", 0)
         Raising.made = 0
-        return await pool.close("1", again=True)
+        return await pool.close("1", check=True)
 
     assert asyncio.run(played()) and pool.failures == {"raised": 1}
 

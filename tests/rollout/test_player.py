@@ -107,19 +107,19 @@ def test_an_environment_that_cannot_score_a_cut_episode_fails_it_alone() -> None
 def test_a_failed_episode_is_not_repeated_and_a_good_one_is() -> None:
     class Counted:
         def __init__(self, pool: EnvironmentPool) -> None:
-            self.pool, self.again = pool, list[bool]()
+            self.pool, self.checks = pool, list[bool]()
             self.start, self.step, self.finish = pool.start, pool.step, pool.finish
 
-        async def close(self, key: str, again: bool = False) -> bool:
-            self.again.append(again)
-            return await self.pool.close(key, again)
+        async def close(self, key: str, check: bool = False) -> bool:
+            self.checks.append(check)
+            return await self.pool.close(key, check)
 
     for at, share, expected in (("", 1.0, [True]), ("", 0.0, [False]), ("step 1", 1.0, [False])):
         counted = Counted(pool_of("test_player:Failing", params={"at": at}))
-        player = player_of(Engines().draw, counted, repeated=share)  # type: ignore[arg-type]
+        player = player_of(Engines().draw, counted, checked_share=share)  # type: ignore[arg-type]
         player.finish(player.begin(PROMPTS[:1], [SAMPLING], 3))
         player.loop.close()
-        assert counted.again == expected
+        assert counted.checks == expected
 
 
 def test_an_episode_goes_on_where_it_was_when_no_engine_was_left() -> None:

@@ -49,7 +49,7 @@ def engines_of(path: str, weights: WeightSource) -> FakeEngines:
     environments, written = pool_of("test_episode_loop:Noting"), Dialogue(load_tokenizer(path))
 
     def play(draw: Draw) -> Player:
-        return Player(draw, environments, written, EpisodeLimits(3, turn_tokens=6), run_seed=0, repeated=0.2)
+        return Player(draw, environments, written, EpisodeLimits(3, turn_tokens=6), run_seed=0, checked_share=0.2)
 
     return FakeEngines(play=play)
 

@@ -42,10 +42,10 @@ Draw = Callable[[Request, int | None], Awaitable[Drawn]]
 class Environments(Protocol):
     """The environments of a rank; `rlx.environments.pool.EnvironmentPool` is one."""
 
-    async def start(self, key: str, row: TaskRow, seed: int, again: bool = False) -> Observation:
+    async def start(self, key: str, row: TaskRow, seed: int, check: bool = False) -> Observation:
         """Begins an episode; returns its first messages; raises EnvironmentFailed.
 
-        `again`: it will be had once more, see `close`, which may go on beside it.
+        `check`: a second instance gets the same actions, so that `close` can compare.
         """
         ...
 
@@ -57,8 +57,8 @@ class Environments(Protocol):
         """The score of an episode that was cut, as a reward; raises EnvironmentFailed."""
         ...
 
-    async def close(self, key: str, again: bool = False) -> bool:
-        """Ends an episode; with `again` it is had once more, and false says that it has come out differently."""
+    async def close(self, key: str, check: bool = False) -> bool:
+        """Ends an episode; with `check` false says that a second instance answered differently."""
         ...
 
 
@@ -87,7 +87,7 @@ class Player:
     dialogue: Dialogue
     limits: EpisodeLimits
     run_seed: int
-    repeated: float = 0.0  # share of the episodes that are had once more, to see whether they come out the same
+    checked_share: float = 0.0  # of the episodes: their environments are checked for determinism
     loop: EventLoopThread = field(default_factory=lambda: EventLoopThread("episodes"))
     _count: Iterator[int] = field(default_factory=itertools.count, init=False)
 
@@ -151,13 +151,13 @@ class Player:
                     pending.seconds += drawn.seconds / len(pending.open)
         except NoEngineError:
             return
-        again = not episode.failure and episode.seeds.is_among(self.repeated)
-        episode.is_repeatable = await self.environments.close(episode.key, again)
+        check = not episode.failure and episode.seeds.is_among(self.checked_share)
+        episode.is_repeatable = await self.environments.close(episode.key, check)
 
     async def _start(self, episode: OpenEpisode) -> None:
-        seeds, again = episode.seeds, episode.seeds.is_among(self.repeated)
+        seeds, check = episode.seeds, episode.seeds.is_among(self.checked_share)
         try:
-            episode.begin(await self.environments.start(episode.key, seeds.row, seeds.of_start, again))
+            episode.begin(await self.environments.start(episode.key, seeds.row, seeds.of_start, check))
         except EnvironmentFailed as error:
             episode.begin_without_environment(str(error))
 
