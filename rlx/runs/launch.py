@@ -106,12 +106,8 @@ def run(
     """
     config, notify = prepared.config, notify or _log
     _check(prepared, folder, resume, parent)
-    if parent is None:  # the driver of a sweep has done that
-        prepared = replace(prepared, copies=bring_folders(prepared))
-    # Kept here: an actor ends with its last handle. The driver of a sweep has done that for its trials.
-    tracking = prepared.tracking if parent else relay.reachable(prepared.tracking)
-    if not parent:
-        prepared = replace(prepared, tracking_services=relay.from_driver(prepared.tracking, tracking))
+    # The driver of a sweep has done this for its trials. `tracking` stays until the end: see `_on_cluster`.
+    prepared, tracking = (prepared, prepared.tracking) if parent else _on_cluster(prepared)
     with (processes or RunProcesses()).lease(prepared) as leased:
         # Before the run exists: a run without prompts leaves no trace.
         notify(Phase("prompts"))
@@ -127,6 +123,17 @@ def run(
             metrics = {key: value for key, value in reported.items() if key not in RAY_KEYS}
             write_record(folder / "result.json", json.dumps(metrics))
         return RunResult(prepared.name, folder.path, metrics, record.run_id, leased.result and _pruned(leased.result))
+
+
+def _on_cluster(prepared: PreparedRun) -> tuple[PreparedRun, Sequence[TrackingService]]:
+    """Returns the run with its models on all nodes, and its tracking services as workers reach them.
+
+    Keep the services: what passes records on is an actor, which ends with its last handle.
+    """
+    services = prepared.tracking
+    reachable = relay.reachable(services)
+    here = relay.from_driver(services, reachable)
+    return replace(prepared, copies=bring_folders(prepared), tracking_services=here), reachable
 
 
 def _job(

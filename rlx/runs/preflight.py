@@ -133,6 +133,7 @@ def prepare(
     check_disk(config.model, config.resolved_critic, path, config.storage)
     if not tables and (is_model_folder(path, "model.path") or not address_of(config.ray_address)):
         prompts.check_template(config.data.chat_template_args, chats, path, config.model.trust_remote_code)
+    # Dumped as a whole: from here on every setting counts as given, so that a resume takes no other defaults.
     config = from_tree(with_overrides(config.model_dump(), lengths(config.data, config.rollout, path)))
     if not config.checkpoint.init_from:  # its critic has learnt
         for line in rules.warnings(config.algorithm, config.model, config.train, config.rollout):
