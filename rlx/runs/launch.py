@@ -130,10 +130,10 @@ def _on_cluster(prepared: PreparedRun) -> tuple[PreparedRun, Sequence[TrackingSe
 
     Keep the services: what passes records on is an actor, which ends with its last handle.
     """
-    services = prepared.tracking
+    copies, services = bring_folders(prepared), prepared.tracking
     reachable = relay.reachable(services)
     here = relay.from_driver(services, reachable)
-    return replace(prepared, copies=bring_folders(prepared), tracking_services=here), reachable
+    return replace(prepared, copies=copies, tracking_services=here), reachable
 
 
 def _job(

@@ -323,9 +323,8 @@ def current_attempt(plan: SweepPlan, storage: Storage, name: str, record: TrialR
         return Attempt(name, newest if is_same else f"{name}.{attempt_number(newest) + 1}", settings)
     if attempt_number(newest) >= record.attempts and holds_run(saved_folder):
         saved = flatten(from_tree(saved_config(saved_folder)))
-        return Attempt(
-            name, newest, {key: setting_at(saved, key) for key in (*record.settings, *_START)}
-        )  # as it began
+        as_it_began = {key: setting_at(saved, key) for key in (*record.settings, *_START)}
+        return Attempt(name, newest, as_it_began)
     return Attempt(name, name if record.attempts == 1 else f"{name}.{record.attempts}")
 
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from rlx.rollout.weight_sync.buckets import Layout
 
 OBJECT_STORE = "object_store"
+"""the one transport that reaches an engine's actor, in calls of its own; all others reach an engine's workers"""
 RECEIVER_PATIENCE = 3
 """an engine waits this many times longer than the trainer, which may wait for other engines"""
-"""the one transport that reaches an engine's actor, in calls of its own; all others reach an engine's workers"""
 _FAST_S, _SLOW_S = 1e-4, 0.02  # between two calls of `is_done`, and between two calls of `check`
 
 
