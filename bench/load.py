@@ -29,7 +29,7 @@ from rlx.runs import mailbox, relay
 from rlx.runs.mailbox import Box, StepReport
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
-from rlx.sweeps.callback import Helpers, SweepCallback, TrialLog
+from rlx.sweeps.callback import DriverState, SweepCallback, TrialLog
 from rlx.sweeps.records import SweepPlan, TrialRecords
 from rlx.sweeps.schedulers.schedule import Schedule
 from rlx.sweeps.searchers import ListSearch
@@ -141,7 +141,7 @@ def measure(trials: int, at_once: int, steps: int, storage: Storage) -> list[dic
     pids = ray.get([actor.__ray_call__.remote(_pid), relayed.actor.__ray_call__.remote(_pid)])
     processes = map(psutil.Process, (os.getpid(), *pids))
     SweepCallback.watch = watch = Watch(trials, dict(zip(("driver", "mailbox", "mlflow"), processes, strict=True)))
-    callback = SweepCallback(plan, TrialLog(plan.tracking, sweep, records, Schedule(steps, 1, {})), Helpers())
+    callback = SweepCallback(plan, TrialLog(plan.tracking, sweep, records, Schedule(steps, 1, {})), DriverState())
     made = tune.with_parameters(LoadTrial, actor=actor, tracking=relayed, sweep=sweep, steps=steps)
     os.environ |= {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_MAX_PENDING_TRIALS_PG": "200"}
     tune.Tuner(

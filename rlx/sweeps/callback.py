@@ -65,7 +65,7 @@ class RoomLike(Protocol):
 def _show_nothing(trial: str, settings: Mapping[str, Any], metrics: Mapping[str, Any], state: str) -> None: ...
 
 
-class Helpers:
+class DriverState:
     """What lives in this process as long as a sweep runs: handles of actors, the room, who watches, how it was left.
 
     Tune pickles its callbacks; a copy has nothing of it.
@@ -78,7 +78,7 @@ class Helpers:
         self._on_interrupt = signal.getsignal(signal.SIGINT)  # Tune replaces it and does not restore it
 
     def __reduce__(self) -> Any:
-        return Helpers, (None, None, True)
+        return DriverState, (None, None, True)
 
     def end(self) -> None:
         """Ends the mailbox; gives back what was asked of an autoscaler, and Ctrl-C."""
@@ -92,14 +92,14 @@ class Helpers:
 class SweepCallback(tune.Callback):
     """Shows and records the trials of a sweep."""
 
-    def __init__(self, plan: SweepPlan, log: TrialLog, helpers: Helpers) -> None:
+    def __init__(self, plan: SweepPlan, log: TrialLog, driver: DriverState) -> None:
         self.statuses: dict[str, RunStatus] = {}  # by trial, the status with which its MLflow run is to end
-        self.steps, self.log, self.helpers = plan.config.train.steps, log, helpers
+        self.steps, self.log, self.driver = plan.config.train.steps, log, driver
         self.resuming = resuming(plan)
 
     def setup(self, **info: Any) -> None:
         """Raises ConfigError in a Tuner that Ray restored: it knows nothing of the sweep's own records."""
-        if self.helpers.is_copy:
+        if self.driver.is_copy:
             raise ConfigError(
                 f"Tuner.restore reads the results of sweep {self.log.folder.name!r} alone: {self.resuming}.fit() "
                 "continues it"
@@ -112,8 +112,8 @@ class SweepCallback(tune.Callback):
 
     @_harmless
     def _look_at_nodes(self, trials: list[Trial]) -> None:
-        if self.helpers.room and self.helpers.room.is_due:
-            self.helpers.room.trials(sum(not trial.is_finished() for trial in trials))
+        if self.driver.room and self.driver.room.is_due:
+            self.driver.room.trials(sum(not trial.is_finished() for trial in trials))
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         self.statuses[str(trial)] = RunStatus.KILLED  # until another end is recorded
@@ -147,16 +147,16 @@ class SweepCallback(tune.Callback):
             if status := self.statuses.get(str(trial)):
                 self.log.end_mlflow_run(trial, status)
         waiting = any(trial.status in (Trial.PENDING, Trial.PAUSED) for trial in trials)
-        self.helpers.interrupted = waiting or RunStatus.KILLED in self.statuses.values()
+        self.driver.interrupted = waiting or RunStatus.KILLED in self.statuses.values()
         all_failed = set(self.statuses.values()) == {RunStatus.FAILED}
         ended = RunStatus.FAILED if all_failed else RunStatus.FINISHED
-        self.helpers.end()
-        self.log.end_sweep(RunStatus.KILLED if self.helpers.interrupted else ended)
+        self.driver.end()
+        self.log.end_sweep(RunStatus.KILLED if self.driver.interrupted else ended)
         self.log.flush()
 
     @_harmless
     def _show(self, trial: Trial, metrics: Mapping[str, Any], state: str) -> None:
-        self.helpers.watch(str(trial), trial.config, metrics, state)
+        self.driver.watch(str(trial), trial.config, metrics, state)
 
 
 class TrialLog:

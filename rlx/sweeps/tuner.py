@@ -28,7 +28,7 @@ from rlx.runs.run_folder import saved_config
 from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import Signer
 from rlx.sweeps import searchers
-from rlx.sweeps.callback import Helpers, SweepCallback, TrialLog, Watch
+from rlx.sweeps.callback import DriverState, SweepCallback, TrialLog, Watch
 from rlx.sweeps.choices import PAUSING
 from rlx.sweeps.plans import record_of, reopen_record, schedule_of
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState, resuming
@@ -67,10 +67,10 @@ def run_sweep(plan: SweepPlan, storage: Storage, *, resume: bool = False, watch:
         reopen_record(plan, folder)
     try:
         made = make_tuner(plan, storage)
-        made.helpers.watch = watch
+        made.driver.watch = watch
         with _environment(_LOGGERS_OFF, "1"):  # nobody would read their files, and they cost 6 ms a report
             made.fit()
-        results = _results(plan, folder, made.helpers.interrupted)
+        results = _results(plan, folder, made.driver.interrupted)
         if lines := race_lines(plan, results):
             with record_of(plan, folder) as record:
                 record.log_text(RACE_FILE, "\n".join(lines))
@@ -121,13 +121,13 @@ class SweepTuner(tune.Tuner):
 
     Args:
         plan: of the sweep.
-        helpers: of its callback.
+        driver: of its callback.
         options: as Ray's Tuner takes them.
     """
 
-    def __init__(self, plan: SweepPlan, trainable: Any, helpers: Helpers, **options: Any) -> None:
+    def __init__(self, plan: SweepPlan, trainable: Any, driver: DriverState, **options: Any) -> None:
         super().__init__(trainable, **options)
-        self.helpers = helpers
+        self.driver = driver
         self._plan, self._is_used = plan, False
         self.quiet = True  # `fit` prints nothing; rlx.tuner makes Tuners that show what trials do
         self._held = ExitStack()
@@ -150,7 +150,7 @@ class SweepTuner(tune.Tuner):
         with self._held, _environment(_MOST_PENDING, most), ExitStack() as shown:
             if not self.quiet:
                 progress = SweepProgress(self._plan.config.train.steps, self._plan.metric)
-                self.helpers.watch = shown.enter_context(progress).update
+                self.driver.watch = shown.enter_context(progress).update
             return super().fit()
 
 
@@ -168,11 +168,11 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> SweepTuner:
     source = _trial_source(plan, records, space, known, _options(plan, room, race))
     of_trials = relay.from_driver(plan.tracking, shared.tracking)
     log = TrialLog(plan.tracking, folder, records, schedule, plan.metric, of_trials)
-    helpers = Helpers(shared.mailbox, room)
+    driver = DriverState(shared.mailbox, room)
     return SweepTuner(
         plan,
         trainable(plan, storage, shared, most_at_once(plan)),
-        helpers,
+        driver,
         tune_config=tune.TuneConfig(
             metric=plan.metric,
             mode=plan.mode,
@@ -187,7 +187,7 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> SweepTuner:
             name=_tune_folder(folder),
             storage_path=folder.path,
             storage_filesystem=storage.filesystem,
-            callbacks=[SweepCallback(plan, log, helpers)],
+            callbacks=[SweepCallback(plan, log, driver)],
             failure_config=tune.FailureConfig(max_failures=plan.config.scaling.max_failures),
             # The newest pointer alone leads somewhere for certain where `checkpoint.keep_last` deletes checkpoints.
             checkpoint_config=tune.CheckpointConfig(num_to_keep=None if _keeps_all(plan) else 1),

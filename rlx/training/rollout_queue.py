@@ -104,9 +104,9 @@ class RolloutQueue:
                 offset = (rows * self.prompts.rank, *(0 for _ in rest))
                 shards[queued_round(number, name)] = Shard(column, offset, (rows * self.prompts.ranks, *rest))
             if completions[0].episode:
-                told = _as_bytes(completions)
+                stored = _as_bytes(completions)
                 name = queued_round(number, f"{_EPISODES}{self.prompts.rank}")
-                shards[name] = Shard(told, (0,), tuple(told.shape))
+                shards[name] = Shard(stored, (0,), tuple(stored.shape))
             if self.prompts.rank == 0:
                 shards[queued_round(number, "position")] = Shard(torch.tensor([queued.position]), (0,), (1,))
                 request = self._request(queued.step)
@@ -134,8 +134,8 @@ class RolloutQueue:
                 self.prompts.position = position
                 break
             names = [queued_round(number, f"{_EPISODES}{rank}") for rank in range(replicas)]
-            told = [_of_bytes(reader.read_full(name)) for name in names if name in reader.names]
-            chunk = self._own_share(columns, replicas, step + number, [each for part in told for each in part])
+            stored = [_of_bytes(reader.read_full(name)) for name in names if name in reader.names]
+            chunk = self._own_share(columns, replicas, step + number, [each for part in stored for each in part])
             restored.append(QueuedRound(position, [chunk], step + number, is_complete=True))
             number += 1
         self._rounds = restored
@@ -156,12 +156,12 @@ class RolloutQueue:
         return torch.tensor([float(self.prompts_per_step), *each], dtype=torch.float64)
 
     def _own_share(
-        self, columns: Mapping[str, Tensor], replicas: int, step: int, told: Sequence[_Told] = ()
+        self, columns: Mapping[str, Tensor], replicas: int, step: int, stored: Sequence[_StoredEpisode] = ()
     ) -> PendingRollout:
         """This replica's completions of a round that `replicas` replicas wrote, one after the other.
 
         Args:
-            told: what else is known of each completion in the columns, if they are episodes.
+            stored: the episode of each completion in the columns, if they are episodes.
         """
         samplings = self.samplings(step)
         group = len(samplings)
@@ -169,18 +169,18 @@ class RolloutQueue:
         order = torch.arange(len(columns["prompts"])).view(replicas, -1, group).transpose(0, 1).reshape(-1, group)
         rows = order[self.prompts.rank :: self.prompts.ranks].flatten()
         completions = _completions({name: column[rows] for name, column in columns.items()}, self.prompts, group)
-        if told:
+        if stored:
             completions = [
                 replace(each, prompt=replace(each.prompt, token_ids=tuple(own.opening)), episode=own.episode)
-                for each, own in zip(completions, [told[row] for row in rows.tolist()], strict=True)
+                for each, own in zip(completions, [stored[row] for row in rows.tolist()], strict=True)
             ]
         groups: list[list[Completion] | None] = [completions[i : i + group] for i in range(0, len(completions), group)]
         return PendingRollout([each[0].prompt for each in groups if each], samplings, step, groups, [])
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """What a round's columns do not have of an episode."""
+class _StoredEpisode:
+    """An episode in a checkpoint, beside the tensors of its round."""
 
     opening: tuple[int, ...]  # tokens of the environment's first messages
     episode: Episode
@@ -192,10 +192,10 @@ def _as_bytes(completions: Sequence[Completion]) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8).clone()
 
 
-def _of_bytes(told: Tensor) -> list[_Told]:
+def _of_bytes(stored: Tensor) -> list[_StoredEpisode]:
     """Reads what `_as_bytes` gives, `[N]` uint8."""
-    rows = json.loads(bytes(told.tolist()))
-    return [_Told(tuple(opening), Episode.of_json(episode)) for opening, episode in rows]
+    rows = json.loads(bytes(stored.tolist()))
+    return [_StoredEpisode(tuple(opening), Episode.of_json(episode)) for opening, episode in rows]
 
 
 def _columns(completions: Sequence[Completion], width: int) -> dict[str, Tensor]:

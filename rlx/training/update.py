@@ -63,7 +63,7 @@ def update(trainer: Trainer, batch: Experience, deferred: bool = False) -> tuple
     deals_again = train.shuffle_minibatches and train.num_minibatches > 1
     for epoch, index in itertools.product(range(train.ppo_epochs), range(train.num_minibatches)):
         if index == 0 and (epoch == 0 or deals_again):
-            batch, split, sizes = mini_batches(trainer, batch, epoch)
+            batch, split, sizes = split_epoch(trainer, batch, epoch)
             stats.positions = stats.positions or sum(micro_batch.positions for part in split for micro_batch in part)
         number = epoch * train.num_minibatches + index
         first_pass = deferred and number == 0
@@ -82,7 +82,7 @@ def update(trainer: Trainer, batch: Experience, deferred: bool = False) -> tuple
     return return_to_owners(batch, trainer.mesh), stats
 
 
-def mini_batches(
+def split_epoch(
     trainer: Trainer, batch: Experience, epoch: int
 ) -> tuple[Experience, list[list[Experience]], list[LossDenominators]]:
     """Deals a step's experience to the mini-batches of an epoch; a collective call.

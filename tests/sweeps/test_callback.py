@@ -17,7 +17,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.sections.records import BackendName
 from rlx.storage.filesystem import Storage
 from rlx.sweeps import callback
-from rlx.sweeps.callback import Helpers, SweepCallback, TrialLog
+from rlx.sweeps.callback import DriverState, SweepCallback, TrialLog
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState
 from rlx.sweeps.schedulers.schedule import Schedule
 from rlx.tracking.base import Reach, RunStatus
@@ -69,9 +69,9 @@ class Sweep:
         self.records = TrialRecords(self.folder)
         schedule = Schedule(STEPS, 4, {})
         self.log = TrialLog([self.service], self.folder, self.records, schedule, METRIC)  # type: ignore[list-item]
-        self.helpers = Helpers()
+        self.driver = DriverState()
         plan = SweepPlan("s", {"train": {"steps": STEPS}}, "space.py")
-        self.callback = SweepCallback(plan, self.log, self.helpers)
+        self.callback = SweepCallback(plan, self.log, self.driver)
         self.trials = [self._trial(number) for number in range(2)]
         self.open_run(self.folder, "s")
 
@@ -131,7 +131,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sweep]:
 def seen(sweep: Sweep) -> list[tuple[str, dict[str, Any], str]]:
     """What whoever watches is told: trial, metrics, state."""
     calls: list[tuple[str, dict[str, Any], str]] = []
-    sweep.helpers.watch = lambda trial, settings, metrics, state: calls.append((trial, dict(metrics), str(state)))
+    sweep.driver.watch = lambda trial, settings, metrics, state: calls.append((trial, dict(metrics), str(state)))
     return calls
 
 
@@ -275,7 +275,7 @@ def test_runs_end_with_the_status_of_their_trials(
     drive(sweep)
     sweep.end()
     assert {name: statuses[-1] for name, statuses in sweep.service.ends.items()} == ends
-    assert sweep.helpers.interrupted is interrupted
+    assert sweep.driver.interrupted is interrupted
 
 
 def test_the_newest_run_of_a_trial_is_the_one_that_ends(sweep: Sweep) -> None:
@@ -302,7 +302,7 @@ def test_a_sweep_goes_on_when_showing_or_recording_fails(
     def no(*args: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(*(sweep.helpers, "watch", no) if fails == "watch" else (sweep.records, "write", no))
+    monkeypatch.setattr(*(sweep.driver, "watch", no) if fails == "watch" else (sweep.records, "write", no))
     sweep.start(0)
     sweep.report(0, 4, 0.25)
     assert set(caplog.messages) == {"the sweep goes on: OSError: no space left"}
@@ -337,7 +337,7 @@ class Rooms:
 
 @pytest.mark.parametrize(("is_due", "asked"), [(True, [1]), (False, [])])
 def test_the_room_is_asked_for_the_trials_that_are_not_over(is_due: bool, asked: list[int], sweep: Sweep) -> None:
-    sweep.helpers.room = rooms = Rooms(is_due)
+    sweep.driver.room = rooms = Rooms(is_due)
     sweep.start(0)
     sweep.trials[1].set_status(Trial.ERROR)
     sweep.callback.on_step_begin(1, sweep.trials)
@@ -354,7 +354,7 @@ def test_an_interrupt_is_told_of_before_tune_ends_its_trials_and_ctrl_c_is_as_be
     signal.raise_signal(signal.SIGINT)
     said = "interrupted: ending the trials, which takes some seconds; interrupt again to end at once"
     assert (calls, caplog.messages) == ([(signal.SIGINT, 1)], [said])
-    sweep.helpers.end()
+    sweep.driver.end()
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -364,8 +364,8 @@ def test_the_mailbox_ends_with_the_sweep_and_the_autoscaler_is_asked_for_nothing
     killed, asked = list[str](), list[Any]()
     monkeypatch.setattr(ray, "kill", killed.append)
     monkeypatch.setattr(callback, "request_resources", lambda bundles: asked.append(bundles))
-    Helpers("mailbox").end()
-    Helpers().end()
+    DriverState("mailbox").end()
+    DriverState().end()
     assert (killed, asked) == (["mailbox"], [[], []])
 
 

@@ -15,7 +15,7 @@ from rlx.config.sweep import OF_THE_MACHINE
 from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import SIGNATURE, Signer
 from rlx.sweeps import plans, trainable, tuner
-from rlx.sweeps.callback import Helpers
+from rlx.sweeps.callback import DriverState
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState
 from rlx.sweeps.tuner import SweepTuner
 
@@ -135,7 +135,7 @@ PENDING = "TUNE_MAX_PENDING_TRIALS_PG"
 def made_tuner(tmp_path: Path, **options: Any) -> SweepTuner:
     run_config = tune.RunConfig(name="tune", storage_path=str(tmp_path))
     return SweepTuner(
-        SweepPlan("s", TREE, "space.py", **options), lambda config: None, Helpers(), run_config=run_config
+        SweepPlan("s", TREE, "space.py", **options), lambda config: None, DriverState(), run_config=run_config
     )
 
 

@@ -320,9 +320,9 @@ class EvalConfig(Section):
         own = {"num_prompts": max(1, share + (number < more)), "source": data.sources[number].held_out}
         return self.model_copy(update=own)
 
-    def of(self, each: EvalSetConfig) -> EvalConfig:
+    def of(self, eval_set: EvalSetConfig) -> EvalConfig:
         """The settings for one of its sets."""
-        own = each.model_dump(include={"every", "num_prompts", "seed"}, exclude_none=True)
+        own = eval_set.model_dump(include={"every", "num_prompts", "seed"}, exclude_none=True)
         return self.model_copy(update={"source": None, "sets": ()} | own)
 
     def own_parts(self, data: DataConfig, reward: RewardConfig) -> dict[str, tuple[DataConfig, RewardConfig]]:

@@ -23,18 +23,18 @@ from rlx.types import ScoredCompletion
 _PLAIN = 3  # numbers of a question: its source, its checksum, the vote of the majority
 
 
-def gather_outcomes(trainer: Trainer, each: QuestionSet, scored: Sequence[ScoredCompletion]) -> Outcomes:
+def gather_outcomes(trainer: Trainer, questions: QuestionSet, scored: Sequence[ScoredCompletion]) -> Outcomes:
     """The outcomes of a set on all ranks; `scored`: this rank's answers. A collective call."""
-    samples = len(each.samplings)
-    table = torch.zeros(each.size, _PLAIN + 3 * samples, dtype=torch.float64)  # [N, ...], of other ranks 0
+    samples = len(questions.samplings)
+    table = torch.zeros(questions.size, _PLAIN + 3 * samples, dtype=torch.float64)  # [N, ...], of other ranks 0
     for start in range(0, len(scored), samples):
         group = scored[start : start + samples]
         table[group[0].completion.prompt.id] = torch.tensor(_numbers(group), dtype=torch.float64)
     numbers = trainer.mesh.all_reduce_sum(table.to(trainer.device)).cpu().numpy()
-    plain, grids = numbers[:, :_PLAIN], numbers[:, _PLAIN:].reshape(each.size, 3, samples)
+    plain, grids = numbers[:, :_PLAIN], numbers[:, _PLAIN:].reshape(questions.size, 3, samples)
     return Outcomes(
-        sources=tuple(each.labels[int(number)] for number in plain[:, 0]),
-        rows=np.arange(each.size),
+        sources=tuple(questions.labels[int(number)] for number in plain[:, 0]),
+        rows=np.arange(questions.size),
         checksums=plain[:, 1].astype(np.uint32),
         right=grids[:, 0] > 0,
         scores=grids[:, 1],
@@ -52,18 +52,18 @@ def _numbers(group: Sequence[ScoredCompletion]) -> list[float]:
     return [prompt.source, checksum, vote, *right, *(each.score for each in group), *lengths]
 
 
-def eval_metrics(each: EvalSetConfig, outcomes: Outcomes) -> dict[str, float]:
+def eval_metrics(eval_set: EvalSetConfig, outcomes: Outcomes) -> dict[str, float]:
     """The metrics of one of eval.sets with their standard errors, which one question alone does not have."""
     right = outcomes.right.sum(1).tolist()
     columns = [
         outcomes.right.mean(1),
-        *([pass_at_k(each.samples, count, k) for count in right] for k in each.counts),
-        *([outcomes.majority] if each.samples > 1 else []),
+        *([pass_at_k(eval_set.samples, count, k) for count in right] for k in eval_set.counts),
+        *([outcomes.majority] if eval_set.samples > 1 else []),
         outcomes.scores.mean(1),
         outcomes.lengths.mean(1),
     ]
     metrics: dict[str, float] = {}
-    for name, column in zip(each.metrics, columns, strict=True):
+    for name, column in zip(eval_set.metrics, columns, strict=True):
         values = [float(value) for value in column]
         metrics |= {name: math.fsum(values) / len(values), error_of(name): standard_error(values)}
     return {name: value for name, value in metrics.items() if not math.isnan(value)}

@@ -84,20 +84,20 @@ class SetMaker:
             labels=self.data.labels or [label_of(self.evaluation.source or self.data.source)],
         )
 
-    def of(self, each: EvalSetConfig, reward: RewardConfig, held_out: QuestionSet) -> QuestionSet:
+    def of(self, eval_set: EvalSetConfig, reward: RewardConfig, held_out: QuestionSet) -> QuestionSet:
         """One of eval.sets; `reward`: of all prompts. Without a source of its own it has those of `held_out`."""
-        samplings, own = [set_sampling(each, self.sampling)] * each.samples, self.evaluation.of(each)
-        common = replace(held_out, name=each.name, samplings=samplings, every=own.every, settings=each)
-        if not each.source:
-            rewards = [shared.part(each.reward, each.answer_pattern) for shared in self.rewards]
-            size = each.num_prompts or held_out.size
+        samplings, own = [set_sampling(eval_set, self.sampling)] * eval_set.samples, self.evaluation.of(eval_set)
+        common = replace(held_out, name=eval_set.name, samplings=samplings, every=own.every, settings=eval_set)
+        if not eval_set.source:
+            rewards = [shared.part(eval_set.reward, eval_set.answer_pattern) for shared in self.rewards]
+            size = eval_set.num_prompts or held_out.size
             prompts = [prompt for prompt in held_out.prompts if prompt.id < size]
             score = self.scorer(self._held_out_parts(rewards))
             return replace(common, prompts=prompts, size=min(size, held_out.size), score=score)
-        share = self.share([sources.set_table(each.name)])
-        own_reward = reward.part(each.reward, each.answer_pattern)
-        part = ScoredSource(each.prompts(self.data), own_reward, own.seed, own.num_prompts)
-        labels, score = [label_of(each.source)], self.scorer([part])
+        share = self.share([sources.set_table(eval_set.name)])
+        own_reward = reward.part(eval_set.reward, eval_set.answer_pattern)
+        part = ScoredSource(eval_set.prompts(self.data), own_reward, own.seed, own.num_prompts)
+        labels, score = [label_of(eval_set.source)], self.scorer([part])
         return replace(common, prompts=share.in_order(), size=len(share.rows), score=score, labels=labels)
 
     def _held_out_parts(self, rewards: Sequence[RewardConfig]) -> list[ScoredSource]:
@@ -106,9 +106,9 @@ class SetMaker:
         return [ScoredSource(part, reward, each.seed, each.num_prompts) for part, reward, each in rows]
 
 
-def set_sampling(each: EvalSetConfig, training: Sampling) -> Sampling:
+def set_sampling(eval_set: EvalSetConfig, training: Sampling) -> Sampling:
     """How the answers of one of eval.sets are sampled: as in training where the set says nothing."""
-    if each.temperature == 0:
+    if eval_set.temperature == 0:
         return training.greedy
-    own = each.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
+    own = eval_set.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
     return replace(training, logprobs=False, **own)
