@@ -208,18 +208,18 @@ def create_sweep(plan: SweepPlan, storage: Storage) -> None:
     """
     folder = storage / "sweeps" / plan.name
     refuse_existing(folder)
-    tell_unscheduled(plan, load_space(plan.space, plan.tree))
+    space = load_space(plan.space, plan.tree)
+    tell_unscheduled(plan, space)
     for service in plan.tracking:
         service.check()
-    _create_mlflow_run(plan, folder)
-    content, space = asdict(plan), Path(plan.space).read_text()
-    (folder / SIGNATURE).write_text(Signer.new().sign({"plan": content, "space": space}))
-    (folder / _SPACE_FILE).write_text(space)
+    _create_mlflow_run(plan, folder, space)
+    content, code = asdict(plan), Path(plan.space).read_text()
+    (folder / SIGNATURE).write_text(Signer.new().sign({"plan": content, "space": code}))
+    (folder / _SPACE_FILE).write_text(code)
     (folder / PLAN_FILE).write_text(json.dumps(content, indent=1))
 
 
-def _create_mlflow_run(plan: SweepPlan, folder: Storage) -> None:
-    space = load_space(plan.space, plan.tree)
+def _create_mlflow_run(plan: SweepPlan, folder: Storage, space: Space) -> None:
     varied = [*space, *(["seed"] if plan.seeds > 1 else [])]
     is_known = plan.scheduler in ("asha", "race") and plan.rung_by == "steps"
     rungs = schedule_of(plan, space).rungs if is_known else []

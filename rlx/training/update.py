@@ -72,7 +72,7 @@ def update(trainer: Trainer, batch: Experience, deferred: bool = False) -> tuple
         stats.passes += 1
         stats.losses.add(losses_here)
         if number == 0:  # no weight has changed yet
-            stats.first.add(losses_here)
+            stats.first = losses_here
         elif exceeds_target_kl(trainer, losses_here, sizes[index]):
             discard_gradients(trainer)
             break
