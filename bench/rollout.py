@@ -90,7 +90,7 @@ def compared(
     """The table: a run's counted steps, and the same steps by bare vLLM before and after the run."""
     ours = statistics.median(step["tokens/rollout_per_s"] for step in steps)
     first, last = workload.median_rates(before, after)
-    total = sum(step["tokens/rollout_per_s"] * step["time/rollout"] for step in steps)
+    total = sum(step["tokens/rollout_per_s"] * workload.drawing_s(step) for step in steps)
     return {
         "rollout tokens/s": ours,
         "bare vLLM tokens/s": (first + last) / 2,

@@ -4,13 +4,15 @@
 
 Two real runs with the same engines and workers, each on CPUs or GPUs of their own: strictly on-policy (k = 0), and with
 generation for the next step while this one trains (rollout.max_staleness k = 1). A step costs at least its rollout or
-its update, whichever is longer; both are those of the first run, where neither disturbs the other. `--bare` measures
-bench/rollout.py's figures in the first run too, and so spares its start.
+its update, whichever is longer; both are those of the first run, where neither disturbs the other. A rollout takes as
+long as its engines draw, which is longer than the trainer waits: meanwhile it scores the first completions. `--bare`
+measures bench/rollout.py's figures in the first run too, and so spares its start.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -81,7 +83,7 @@ def parts(steps: Steps) -> dict[str, float]:
     """Medians of the parts of a step, in seconds and as shares of it."""
     whole = workload.median(steps, "time/step")
     seconds = {part: workload.median(steps, f"time/{part}") for part in workload.PARTS}
-    return {"step with k = 0, s": whole} | {
+    return {"step with k = 0, s": whole, "engines draw, s": _drawing(steps)} | {
         f"{name}{unit}": value / by
         for name, value in seconds.items()
         for unit, by in ((", s", 1.0), (" / step", whole))
@@ -93,13 +95,18 @@ def compared(now: Steps, ahead: Steps) -> dict[str, float]:
     step = workload.median(ahead, "time/step")
     parts = {part: workload.median(now, f"time/{part}") for part in workload.PARTS}
     trainer = sum(seconds for part, seconds in parts.items() if part != "rollout")
+    rollout = _drawing(now)
     return {
         "step with k = 1, s": step,
-        "step with k = 1 / max(rollout, update)": step / max(parts["rollout"], parts["update"]),
-        "step with k = 1 / max(rollout, all the trainer does)": step / max(parts["rollout"], trainer),
+        "step with k = 1 / max(rollout, update)": step / max(rollout, parts["update"]),
+        "step with k = 1 / max(rollout, all the trainer does)": step / max(rollout, trainer),
         "step with k = 1 / step with k = 0": step / workload.median(now, "time/step"),
-        "the least that could be": max(parts["rollout"], trainer) / workload.median(now, "time/step"),
+        "the least that could be": max(rollout, trainer) / workload.median(now, "time/step"),
     }
+
+
+def _drawing(steps: Steps) -> float:
+    return statistics.median(map(workload.drawing_s, steps))
 
 
 if __name__ == "__main__":

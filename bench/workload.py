@@ -331,6 +331,14 @@ def counted_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "ben
     return [metrics for metrics in steps if metrics["step"] > WARM]
 
 
+def drawing_s(metrics: Mapping[str, Any]) -> float:
+    """How long a step's completions were drawn, in seconds.
+
+    Engines draw while the trainer waits (time/rollout), and also while it scores the first ones.
+    """
+    return float(max(metrics["time/rollout"], metrics["time/generation"]))
+
+
 def seconds_of(metrics: Mapping[str, Any]) -> str:
     """A step's seconds and those of its parts, as text."""
     return ", ".join(f"{part} {metrics[f'time/{part}']:.2f} s" for part in ("step", *PARTS))

@@ -102,6 +102,22 @@ class Mesh:
             dist.destroy_process_group(self.mesh.get_group(name))
 
 
+def gather_objects(value: T) -> list[T]:
+    """The values of all processes, in the order of their ranks, on every process; a collective call."""
+    values = [value] * dist.get_world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast_object(value: T) -> T:
+    """The value of rank 0 on every process; a collective call."""
+    values = [value]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
 # --- sequence parallelism
 
 

@@ -395,13 +395,15 @@ def test_a_critic_is_trained_too(small_model: str) -> None:
 
 
 def test_a_step_ahead_is_compared_with_the_parts_of_one_that_is_not() -> None:
-    now = {"time/rollout": 3.0, "time/reward": 0.1, "time/logprobs": 0.4, "time/update": 2.0, "time/sync": 0.5}
-    figures = step.compared([now | {"time/step": 6.0}], [{"time/step": 3.3}])
+    now = {"time/rollout": 2.8, "time/reward": 0.1, "time/logprobs": 0.6, "time/update": 2.0, "time/sync": 0.5}
+    now |= {"time/step": 6.0, "time/generation": 3.0}  # for 0.2 s the trainer scored completions meanwhile
+    figures = step.compared([now], [{"time/step": 3.3}])
     assert figures["step with k = 1 / max(rollout, update)"] == pytest.approx(1.1)
     assert figures["step with k = 1 / step with k = 0"] == pytest.approx(0.55)
-    assert figures["the least that could be"] == pytest.approx(0.5)
+    assert figures["the least that could be"] == pytest.approx(3.2 / 6.0)
     assert step.ahead(settings(train__steps=7)).train.steps == 8  # one of which generates nothing
-    assert step.parts([now | {"time/step": 6.0}])["rollout / step"] == 0.5
+    parts = step.parts([now])
+    assert parts["rollout / step"] == pytest.approx(2.8 / 6.0) and parts["engines draw, s"] == 3.0
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4])

@@ -10,10 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
-
 from rlx.actors import RolloutError, get_result
-from rlx.mesh import Mesh
+from rlx.mesh import Mesh, broadcast_object, gather_objects
 from rlx.rollout.base import PendingRollout
 from rlx.rollout.engine_pool import PATIENCE_S, EnginePool
 from rlx.rollout.episodes.draws import Episodes
@@ -78,8 +76,9 @@ class EngineGroup:
         if self.episodes:
             self.episodes.hold()
         timeout_s = self.pool.timeout_s if starting else self.pool.hang_s
-        weights = self.weights()
-        locations = self.pool.probe(timeout_s if starting else PATIENCE_S) if self.mesh.rank == 0 else {}
+        calls = self.pool.ask() if self.mesh.rank == 0 else []
+        weights = self.weights()  # while the engines answer
+        locations = self.pool.probe(timeout_s if starting else PATIENCE_S, calls) if calls else {}
         for index, error in self.sync.push(weights, version, locations, timeout_s=timeout_s, keep=keep).items():
             self.pool.mark_lost(index, error)
         self._share_lost()
@@ -108,15 +107,11 @@ class EngineGroup:
 
     def _share_lost(self) -> None:
         """Gives every rank the lost engines of rank 0."""
-        lost = [self.pool.lost]
-        dist.broadcast_object_list(lost, src=0)
-        self.pool.lost = lost[0]
+        self.pool.lost = broadcast_object(self.pool.lost)
 
     def _all_complete(self, is_complete: bool) -> bool:
         """Returns whether every rank has all its completions; gives every rank the lost engines of all."""
-        mine = (is_complete, dict(self.pool.lost))
-        ranks = [mine] * self.mesh.world_size
-        dist.all_gather_object(ranks, mine)
+        ranks = gather_objects((is_complete, dict(self.pool.lost)))
         for _, lost in ranks:
             self.pool.lost = lost | self.pool.lost
         self._notify_changes()

@@ -82,16 +82,23 @@ class EnginePool:
                     pending.add(index, outputs[position * count : (position + 1) * count], call.version)
             self._assign(pending, version)
 
-    def probe(self, patience_s: float) -> dict[int, EngineLocation]:
+    def ask(self) -> list[Any]:
+        """Begins to ask all engines whether they are up; returns the calls, for `probe`."""
+        return [engine.probe.remote(self.run) for engine in self.engines]
+
+    def probe(self, patience_s: float, calls: Sequence[Any] = ()) -> dict[int, EngineLocation]:
         """Asks all engines whether they are up; those that do not answer are lost.
 
         Waits for starting engines: for all of them until `patience_s`, and if none is up then, for the first one until
         `timeout_s`.
 
+        Args:
+            calls: by which they have been asked, see `ask`; empty: they are asked now.
+
         Returns:
             The location of each engine that is up, by index.
         """
-        calls = [engine.probe.remote(self.run) for engine in self.engines]
+        calls = list(calls) or self.ask()
         returned = ray.wait(calls, num_returns=len(calls), timeout=patience_s)[0]
         returned = returned or ray.wait(calls, num_returns=1, timeout=self.timeout_s)[0]
         locations: dict[int, EngineLocation] = {}

@@ -22,7 +22,6 @@ import ray.train
 import ray.train.torch
 import ray.util
 import torch
-import torch.distributed as dist
 from ray.util.metrics import Gauge
 
 from rlx.config.errors import ConfigError, one_line
@@ -34,7 +33,7 @@ from rlx.data.stream import Share
 from rlx.environments.base import has_steps, load_environment
 from rlx.environments.pool import ActorHost, EnvironmentPool
 from rlx.environments.tools import schemas
-from rlx.mesh import Mesh
+from rlx.mesh import Mesh, gather_objects
 from rlx.rewards import reward_model
 from rlx.rewards.judge.cache import ReplyCache
 from rlx.rewards.judge.scorer import Judge
@@ -365,6 +364,4 @@ def dialogue_of(environment: EnvironmentConfig, data: DataConfig, tokenizer: Any
 
 def _engines_beside(spec: EngineSpec) -> list[Any]:
     """Starts an engine on the GPU of each rank; returns those of all ranks, in their order. A collective call."""
-    engines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(engines, start_engine_here(spec))
-    return engines
+    return gather_objects(start_engine_here(spec))

@@ -105,7 +105,7 @@ METRICS = {
     "time/checkpoint_write": "seconds of writing the previous checkpoint, while training continued",
     "time/step": "seconds of the whole step",
     "time/total": "seconds of all steps since the start of the run, without those that a resume did again",
-    "tokens/rollout_per_s": "response tokens per second of time/rollout, or of time/generation if prefetched",
+    "tokens/rollout_per_s": "response tokens per second of time/rollout or time/generation, whichever is longer",
     "tokens/update_per_s": "prompt and response tokens trained on per second of time/update",
     "tokens/padding_fraction": "fraction of the positions in the forward passes of the update that are padding",
     "tokens/total": "response tokens generated since the start of the run",

@@ -150,10 +150,10 @@ def summarize(
     completions, generated, trained = (metrics.pop(name) for name in _NOT_REPORTED)
     # While the critic warms up, the policy is the reference.
     kl_ref = metrics.get("kl/ref") if stats.policy_learned else None
-    # A resumed step whose round comes from the checkpoint has generated nothing.
-    ahead = trainer.config.rollout.max_staleness and metrics["time/generation"]
+    # Engines draw while this process waits, and also while it does other work.
+    drawing = max(metrics["time/rollout"], metrics["time/generation"])
     rates = {
-        "tokens/rollout_per_s": generated / metrics["time/generation" if ahead else "time/rollout"],
+        "tokens/rollout_per_s": generated / drawing,
         "tokens/update_per_s": trained / metrics["time/update"],
     }
     return metrics | rates, StepCounts(int(completions), int(generated), seconds["time/step"], kl_ref)

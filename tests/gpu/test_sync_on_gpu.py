@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -119,9 +119,9 @@ class Trainer:
         """Stops an engine in the next push, after the probe, and kills it soon after."""
         pool, probe = self.group.pool, self.group.pool.probe
 
-        def harmed(patience_s: float) -> dict[int, Any]:
+        def harmed(patience_s: float, calls: Sequence[Any]) -> dict[int, Any]:
             pool.probe = probe
-            locations = probe(patience_s)
+            locations = probe(patience_s, calls)
             os.kill(pid, signal.SIGSTOP)
             threading.Timer(2.0, os.kill, (pid, signal.SIGKILL)).start()
             return locations

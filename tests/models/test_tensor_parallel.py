@@ -23,7 +23,7 @@ from transformers import (
 
 from rlx.config import loading, run
 from rlx.config.errors import ConfigError
-from rlx.mesh import Mesh
+from rlx.mesh import Mesh, broadcast_object, gather_objects
 from rlx.models import fsdp, tensor_parallel
 from rlx.models.loading import load_policy
 from rlx.runs import preflight
@@ -139,16 +139,27 @@ def test_an_update_does_not_depend_on_how_layers_are_cut(
         torch.testing.assert_close(other, first, atol=0, rtol=0)
 
 
-def told(rank: int, ranks: int) -> tuple[list[Any], list[float]]:
+def told(rank: int, ranks: int) -> tuple[Any, ...]:
     grid = Mesh.of("cpu", 2)
     drawn = [f"replica {grid.dp_rank} of {grid.dp_size}"] if grid.is_leader else None
-    return grid.broadcast_from_leader(drawn), grid.all_reduce_sum(torch.tensor([1.0, float(rank)])).tolist()
+    sums = grid.all_reduce_sum(torch.tensor([1.0, float(rank)])).tolist()
+    return grid.broadcast_from_leader(drawn), sums, gather_objects({rank}), broadcast_object([rank])
 
 
 def test_neighbours_hear_from_their_first_and_count_once(on_ranks: OnRanks) -> None:
-    heard, sums = zip(*on_ranks(4, told), strict=True)
+    heard, sums, gathered, of_first = zip(*on_ranks(4, told), strict=True)
     assert heard == tuple([f"replica {replica} of 2"] for replica in (0, 0, 1, 1))
     assert sums == ([2.0, 0.0 + 2.0],) * 4  # of ranks 0 and 2
+    assert gathered == ([{0}, {1}, {2}, {3}],) * 4
+    assert of_first == ([0],) * 4
+
+
+def said_alone(rank: int, ranks: int) -> tuple[Any, ...]:
+    return gather_objects("alone"), broadcast_object("alone")
+
+
+def test_a_process_alone_hears_itself(on_ranks: OnRanks) -> None:
+    assert on_ranks(1, said_alone) == [(["alone"], "alone")]
 
 
 # --- checkpoints

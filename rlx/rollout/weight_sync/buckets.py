@@ -5,6 +5,7 @@ Left out: sending a bucket to another process, which the transports do.
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Iterator, Sequence
@@ -51,6 +52,7 @@ def layout(weights: Sequence[ShardedWeight], dtype: torch.dtype) -> Layout:
     return tuple((weight.name, str(dtype).removeprefix("torch."), weight.shape) for weight in weights)
 
 
+@functools.lru_cache(maxsize=4096)
 def byte_size(layout: Layout) -> int:
     """The bytes of a bucket, its checksum included."""
     return sum(_space(entry) for entry in layout) + _CHECKSUM

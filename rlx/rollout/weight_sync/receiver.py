@@ -31,6 +31,7 @@ class WeightLoader:
     get_model: Callable[[], Any]
     reload_weights: Callable[..., None]
     rlx_receiver: Receiver | None = None
+    rlx_in_place: bool | None = None  # see `_rlx_loads_in_place`; None: not looked yet
 
     def rlx_gpu(self) -> str:
         """The UUID of the worker's GPU; empty on CPU."""
@@ -40,7 +41,9 @@ class WeightLoader:
         """Receives and loads a whole update; returns the error, because a raised one would end the process."""
         if self.rlx_receiver is None:
             self.rlx_receiver = Receiver(self.device, self.rank)
-        if self._rlx_loads_in_place():
+        if self.rlx_in_place is None:
+            self.rlx_in_place = self._rlx_loads_in_place()
+        if self.rlx_in_place:
             return self.rlx_receiver.receive(incoming, self.get_model().load_weights, keeps=False)
         return self.rlx_receiver.receive(incoming, self.rlx_load_weights, keeps=True)
 

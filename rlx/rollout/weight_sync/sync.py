@@ -13,10 +13,9 @@ from typing import Any
 
 import ray
 import torch
-import torch.distributed as dist
 
 from rlx.config.sections.rollout import TransportName
-from rlx.mesh import Mesh
+from rlx.mesh import Mesh, broadcast_object, gather_objects
 from rlx.rollout.weight_sync import buckets
 from rlx.rollout.weight_sync.base import OBJECT_STORE, DeviceLocation, EngineLocation, Source
 from rlx.rollout.weight_sync.gather import gather_full
@@ -123,11 +122,8 @@ class WeightSync:
         if self.transport is None:
             return UpdatePlan(_new_name(), ("", 0), "", {i: (Source(OBJECT_STORE, 0),) for i in locations}, {})
         if not self._trainers:
-            self._trainers = [this_device(self._rank.device)] * self.mesh.world_size
-            dist.all_gather_object(self._trainers, self._trainers[self.mesh.rank])
-        plans = [self._make_plan(locations, timeout_s, self.transport) if self.mesh.rank == 0 else None]
-        dist.broadcast_object_list(plans, src=0)
-        (plan,) = plans
+            self._trainers = gather_objects(this_device(self._rank.device))
+        plan = broadcast_object(self._make_plan(locations, timeout_s, self.transport) if self.mesh.rank == 0 else None)
         assert plan
         if self._rank.store is None and plan.direct:
             self._rank.store = open_store(plan.address, timeout_s)
@@ -174,7 +170,6 @@ def _processes(plan: UpdatePlan) -> dict[int, str]:
 
 def _of_all_ranks(update: OutgoingUpdate) -> tuple[Failures, Failures]:
     """The failures on any rank, and the engines to send to again, which failed on no rank."""
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (update.failed, update.retry))
+    ranks = gather_objects((update.failed, update.retry))
     failed = {index: error for mine, _ in reversed(ranks) for index, error in mine.items()}
     return failed, {i: error for _, mine in ranks for i, error in mine.items() if i not in failed}
