@@ -114,11 +114,15 @@ def compute_logprobs(trainer: Trainer, batch: RolloutBatch, deferred: bool = Fal
         output = old_policy_output(trainer, micro_batch)
         reference = reference_logprobs(trainer, micro_batch)
         values = output.values if trainer.critic is None else trainer.critic(micro_batch.inputs)
-        reference = output.logprobs if reference is None else reference
-        grids = (output.logprobs, reference, values, output.estimated_entropy)
-        for column, grid in zip(columns.values(), grids, strict=True):
+        grids = {
+            "logprobs": output.logprobs,
+            "ref_logprobs": output.logprobs if reference is None else reference,
+            "values": values,
+            "entropy": output.estimated_entropy,
+        }
+        for name, grid in grids.items():
             if grid is not None:
-                column[micro_batch.row, : grid.shape[1]] = grid
+                columns[name][micro_batch.row, : grid.shape[1]] = grid
     trainer.reshard()
     return batch.with_logprobs(columns)
 

@@ -20,7 +20,8 @@ from rlx.types import ShardedWeight, WeightSyncError
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 """name, dtype and shape of each tensor of a bucket"""
 
-_ALIGNMENT = 16  # bytes: any dtype may begin there
+ALIGNMENT = 16
+"""bytes: a tensor of any dtype may begin at a multiple of it"""
 _CHECKSUM = 16  # bytes after the tensors, of which the first 8 are used
 _WIDTH = 1024  # words of a row, see `_checksum`
 
@@ -122,4 +123,4 @@ def _checksum(memory: Tensor, layout: Layout) -> Tensor:
 def _space(entry: tuple[str, str, tuple[int, ...]]) -> int:
     """The bytes that a tensor takes in a bucket."""
     _, dtype, shape = entry
-    return math.ceil(math.prod(shape) * getattr(torch, dtype).itemsize / _ALIGNMENT) * _ALIGNMENT
+    return math.ceil(math.prod(shape) * getattr(torch, dtype).itemsize / ALIGNMENT) * ALIGNMENT

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from rlx.rollout.weight_sync.buckets import ALIGNMENT
 from rlx.types import ShardedWeight
-
-_ALIGNMENT = 16  # bytes: any dtype may begin there
 
 
 @torch.no_grad()
@@ -73,7 +72,7 @@ def _all_gather(parts: Sequence[tuple[Tensor, torch.dtype]], mesh: DeviceMesh) -
     ]  # of a rank's rows, in bytes
     starts = [0]
     for size in sizes:
-        starts.append(starts[-1] + math.ceil(size / _ALIGNMENT) * _ALIGNMENT)
+        starts.append(starts[-1] + math.ceil(size / ALIGNMENT) * ALIGNMENT)
     mine = torch.empty(starts[-1], dtype=torch.uint8, device=shards[0].device)
     for shard, (_, dtype), start, size in zip(shards, parts, starts, sizes, strict=False):
         mine[start : start + size].view(dtype)[: shard.numel()].copy_(shard.reshape(-1))

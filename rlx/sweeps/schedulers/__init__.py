@@ -5,7 +5,7 @@ To all but PBT a setting is one thing, whatever the number of its seeds: its run
 `by_name` lists the schedulers, `schedule` is what they know of a sweep. `seeds_as_one` shows Ray's schedulers a
 setting as one trial, `remembering` tells them on a resume what they were told before, `doubling` is Ray's ASHA with
 rungs in tokens or GPU-seconds, `population` is Ray's PBT, `race` decides which settings are out,
-`racing` tells Tune. `lineage` reads back how PBT came to a trial's last weights.
+`racing` tells Tune, `pausing` picks what runs next. `lineage` reads back how PBT came to a trial's last weights.
 
 Left out: which settings are tried (rlx.sweeps.searchers).
 

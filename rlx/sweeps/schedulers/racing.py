@@ -8,6 +8,7 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import TrialScheduler
 
 from rlx.sweeps.records import trial_number
+from rlx.sweeps.schedulers.pausing import end_paused, next_to_run
 from rlx.sweeps.schedulers.race import Race
 from rlx.sweeps.schedulers.schedule import TIME, Schedule
 
@@ -45,13 +46,8 @@ class RaceScheduler(TrialScheduler):
 
     def choose_trial_to_run(self, tune_controller: Any) -> Trial | None:
         """Ends paused trials that are out, too: only here can that be done at any time."""
-        for trial in [each for each in tune_controller.get_trials() if each.status == Trial.PAUSED]:
-            if self.race.is_out(_number(trial)):
-                tune_controller.stop_trial(trial)
-        trials = tune_controller.get_trials()
-        pending = [trial for trial in trials if trial.status == Trial.PENDING]
-        paused = [trial for trial in trials if trial.status == Trial.PAUSED]
-        return next(iter([*pending, *(each for each in paused if self._may_go_on(each))]), None)
+        end_paused(tune_controller, lambda trial: self.race.is_out(_number(trial)))
+        return next_to_run(tune_controller, self._may_go_on)
 
     def debug_string(self) -> str:
         return f"race: {len(self.race.live)} of {self.schedule.settings} settings are left"

@@ -16,6 +16,7 @@ import numpy as np
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import TrialScheduler
 
+from rlx.sweeps.schedulers.pausing import end_paused, next_to_run
 from rlx.sweeps.schedulers.schedule import TIME, Schedule
 
 _STATUS = {
@@ -120,15 +121,10 @@ class AsOne(TrialScheduler):
 
     def choose_trial_to_run(self, tune_controller: Any) -> Trial | None:
         """Ends paused trials of settings that were stopped, too: only here can that be done at any time."""
-        for trial in [each for each in tune_controller.get_trials() if each.status == Trial.PAUSED]:
-            if self._setting(trial).status == Trial.TERMINATED:
-                tune_controller.stop_trial(trial)
+        end_paused(tune_controller, lambda trial: self._setting(trial).status == Trial.TERMINATED)
         while chosen := self.inner.choose_trial_to_run(self._shown):
             chosen.status = Trial.RUNNING
-        trials = tune_controller.get_trials()
-        pending = [trial for trial in trials if trial.status == Trial.PENDING]
-        paused = [trial for trial in trials if trial.status == Trial.PAUSED]
-        return next(iter([*pending, *(each for each in paused if self._setting(each).status == Trial.RUNNING)]), None)
+        return next_to_run(tune_controller, lambda trial: self._setting(trial).status == Trial.RUNNING)
 
     def debug_string(self) -> str:
         return str(self.inner.debug_string())
