@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -16,8 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 T = TypeVar("T")
+COLLECTIVE_TIMEOUT = timedelta(hours=6)
+"""the longest that a process waits for the others in a collective call: for a rollout, for scores, for a checkpoint
+that another one writes. A process that ends is noticed at once, without it"""
 DATA, TENSOR, SEQUENCE = "data", "tensor", "sequence"
 """dimensions of the mesh: over replicas, over tensor-parallel neighbours, over sequence-parallel neighbours"""
 
@@ -42,6 +47,8 @@ class Mesh:
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         names = DATA, TENSOR if sp == 1 else SEQUENCE
         mesh = init_device_mesh(device_type, (world_size // neighbours, neighbours), mesh_dim_names=names)
+        for group in mesh.get_all_groups():
+            _set_pg_timeout(COLLECTIVE_TIMEOUT, group)  # which NCCL's groups have not inherited
         return cls(mesh, rank, world_size, tp, sp)
 
     @property

@@ -42,13 +42,16 @@ class AdaptiveKL:
         self.coef *= 1 + error * n / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """The state for a checkpoint. Target and horizon are settings: they are not part of it."""
-        return {"coef": self.coef}
+        """The state for a checkpoint; a fixed coefficient has none, it is a setting, as target and horizon are."""
+        return {} if self.target is None else {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continues from a `state_dict`; a fixed coefficient (target None) keeps its initial value."""
+        """Continues from a `state_dict`, unless one of both coefficients is fixed: then this one begins at its setting.
+
+        A coefficient of 0 is no state either: it was fixed, and would stay 0.
+        """
         if self.target is not None:
-            self.coef = state["coef"]
+            self.coef = state.get("coef") or self.coef
 
 
 @dataclass

@@ -1,13 +1,15 @@
 """What nodes other than the driver's need of it: the folders of models.
 
 A run works on nodes with other disks. A folder that only the driver has is copied to the others if it is small, and
-refused with the name of the node if not.
+refused with the name of the node if not. A copy that differs from the driver's folder is made anew; another node's own
+folder is never written to.
 Left out: prompts, which Ray Data brings to the workers, the storage, which all nodes must reach by themselves, and
 records (`rlx.runs.relay`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import tarfile
@@ -24,6 +26,10 @@ from rlx.cluster.connection import is_own_cluster
 from rlx.config.errors import ConfigError
 
 _LARGEST_COPY = 512 * 2**20  # bytes
+_SAMPLE, _STRIDE = 2**20, 2**24  # bytes of a file that are compared, and from one such part to the next
+_PARTS = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")  # what a model is read from
+_MARK = ".copied-by-rlx"
+"""an empty file in a folder that rlx has made"""
 
 
 def other_nodes() -> list[str]:
@@ -39,22 +45,26 @@ def other_nodes() -> list[str]:
 def bring_folder(path: str, setting: str) -> None:
     """Makes sure that all nodes have a model folder of this node at the same path; copies it to those that do not.
 
+    Folders with the same names, sizes and samples of bytes are taken for the same.
+
     Args:
         path: a folder, or a name on the hub, which is left to the nodes.
         setting: the setting that names it, for errors.
 
     Raises:
-        ConfigError: a node does not have the folder, and it is too large to be copied or cannot be written there.
+        ConfigError: a node does not have the folder, and it is too large to be copied or cannot be written there; or
+            it has another model there, which rlx has not copied.
     """
     folder = Path(path)
-    missing = _lacking(other_nodes(), _has, path) if folder.is_dir() else []
+    digest = _digest(path)
+    missing = _lacking(other_nodes(), _has, digest, path) if folder.is_dir() else []
     if not missing:
         return
     if (size := _size(folder)) > _LARGEST_COPY:
-        lacking = f"{_title(missing[0])} does not have it"
+        lacking = f"{_title(missing[0])} does not have it, or has another one"
         raise ConfigError(f"{setting} {path}: {lacking}, and {size >> 20} MiB are too many to be copied")
     content = ray.put(_packed(folder))
-    copies = [_on(node, _unpack, content, path) for node in missing]
+    copies = [_on(node, _unpack, content, digest, path) for node in missing]
     for node, copy in zip(missing, copies, strict=True):
         try:
             _result(node, copy)
@@ -93,7 +103,7 @@ class FolderStore:
 class FolderCopies:
     """Model folders of the driver's node, for a process that starts on a node which has joined since."""
 
-    paths: tuple[str, ...]
+    digests: dict[str, str]  # of the folders, by their paths
     store: Any  # actor handle of a `FolderStore`
 
     @classmethod
@@ -102,13 +112,18 @@ class FolderCopies:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         store = ray.remote(FolderStore).options(num_cpus=0, max_restarts=-1, scheduling_strategy=here).remote()
         folders = [Path(path) for path in dict.fromkeys(paths) if Path(path).is_dir()]
-        return cls(tuple(str(folder) for folder in folders if _size(folder) <= _LARGEST_COPY), store)
+        small = [str(folder) for folder in folders if _size(folder) <= _LARGEST_COPY]
+        return cls({path: _digest(path) for path in small}, store)
 
     def bring_here(self) -> None:
-        """Writes the folders that this node lacks."""
-        for path in self.paths:
-            if not _has(path):
-                _unpack(ray.get(ray.get(self.store.content.remote(path))), path)
+        """Writes the folders that this node lacks.
+
+        Raises:
+            ConfigError: this node has another model at such a path, which rlx has not copied.
+        """
+        for path, digest in self.digests.items():
+            if not _has(digest, path):
+                _unpack(ray.get(ray.get(self.store.content.remote(path))), digest, path)
 
 
 def check_path(path: str, setting: str) -> None:
@@ -125,9 +140,9 @@ def _title(node: str) -> str:
     return next(f"node {each['NodeManagerAddress']}" for each in ray.nodes() if each["NodeID"] == node)
 
 
-def _lacking(asked: Sequence[str], has: Callable[[str], bool], path: str) -> list[str]:
-    """The nodes that say they do not have a path; all are asked at once."""
-    answers = [_on(node, has, path) for node in asked]
+def _lacking(asked: Sequence[str], has: Callable[..., bool], *what: str) -> list[str]:
+    """The nodes that say they do not have it; all are asked at once."""
+    answers = [_on(node, has, *what) for node in asked]
     return [node for node, answer in zip(asked, answers, strict=True) if not _result(node, answer)]
 
 
@@ -153,8 +168,23 @@ def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def _has(path: str) -> bool:
-    return Path(path, "config.json").is_file()
+def _has(digest: str, path: str) -> bool:
+    return _digest(path) == digest
+
+
+def _digest(path: str) -> str:
+    """A checksum of the model in a folder: its files' names, sizes and parts of their bytes; empty without a model."""
+    if not Path(path, "config.json").is_file():
+        return ""
+    found = hashlib.blake2b(digest_size=16)
+    for file in sorted(each for each in Path(path).iterdir() if each.suffix in _PARTS and each.is_file()):
+        size = file.stat().st_size
+        found.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as opened:
+            for start in range(0, size, _STRIDE):
+                opened.seek(start)
+                found.update(opened.read(_SAMPLE))
+    return found.hexdigest()
 
 
 def _packed(folder: Path) -> bytes:
@@ -165,16 +195,25 @@ def _packed(folder: Path) -> bytes:
     return content.getvalue()
 
 
-def _unpack(content: bytes, path: str) -> None:
-    """Makes the folder at once: a process that reads it never sees half of it."""
-    if _has(path):
+def _unpack(content: bytes, digest: str, path: str) -> None:
+    """Makes the folder at once: a process that reads it never sees half of it.
+
+    Raises:
+        ConfigError: there is another model, which rlx has not copied.
+    """
+    if _has(digest, path):
         return
+    if _digest(path) and not Path(path, _MARK).is_file():
+        raise ConfigError("it has another model there: remove that one, or copy this node's folder over it")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=Path(path).parent) as unfinished:
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
             archive.extractall(f"{unfinished}/model", filter="data")
+        Path(unfinished, "model", _MARK).touch()
         try:
+            if Path(path, _MARK).is_file():  # an older copy
+                Path(path).rename(f"{unfinished}/older")
             Path(unfinished, "model").rename(path)
         except OSError:
-            if not _has(path):  # otherwise another process was faster
+            if not _has(digest, path):  # otherwise another process was faster
                 raise

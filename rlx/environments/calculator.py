@@ -44,7 +44,15 @@ class Calculator:
         self._whole, self._examples, self._expected = answer == "whole", examples, ""
 
     def reset(self, row: TaskRow, seed: int) -> list[Utterance]:
-        """Begins with the examples, of numbers that the seed draws, and the question."""
+        """Begins with the examples, of numbers that the seed draws, and the question.
+
+        Raises:
+            ValueError: the expected answer is no number.
+        """
+        if number_in(row.answer, whole=True) is None:
+            raise ValueError(
+                f"the expected answer {row.answer!r:.80} is no number; data.expected_pattern takes one out of a text"
+            )
         self._expected, drawn = row.answer, random.Random(seed)
         shown = [message for _ in range(self._examples) for message in example(drawn)]
         return [*shown, {"role": "user", "content": row.question}]
@@ -59,7 +67,7 @@ class Calculator:
 
     def score(self, answer: str) -> float:
         """1 if the policy's answer is the expected number, else 0."""
-        expected, given = number_in(self._expected, whole=False), number_in(answer, whole=self._whole)
+        expected, given = number_in(self._expected, whole=True), number_in(answer, whole=self._whole)
         return float(given is not None and given == expected)
 
 

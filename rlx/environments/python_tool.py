@@ -6,7 +6,7 @@ Each call is a program of its own: nothing stays from one to the next. Left out:
 from __future__ import annotations
 
 from rlx.config.sections.reward import RewardConfig
-from rlx.environments.calculator import Calculator
+from rlx.environments.calculator import number_in
 from rlx.rewards.sandbox.pool import Limits, Program, Ran, Sandbox
 from rlx.types import TaskRow
 
@@ -44,13 +44,12 @@ class PythonTool:
         return what_it_printed(self._sandbox.run(Program(code, ("",)), self._limits)[0])
 
     def score(self, answer: str) -> float:
-        """1 if the last line of the answer is the expected text, or its last number the expected number; else 0."""
+        """1 if the last line of the answer is the expected text, or its last number is the expected number; else 0."""
         lines = answer.strip().splitlines()
         if lines and lines[-1].strip() == self._expected.strip():
             return 1.0
-        numbers = Calculator()
-        numbers.reset(TaskRow("", self._expected), 0)
-        return numbers.score(answer)
+        expected, given = number_in(self._expected, whole=True), number_in(answer, whole=False)
+        return float(expected is not None and given == expected)
 
 
 def what_it_printed(ran: Ran) -> str:

@@ -7,7 +7,6 @@ Left out: the groups that send weights (rlx.rollout.weight_sync).
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from typing import Any
 
 import ray
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from ray.train.torch import TorchConfig
 
 from rlx.config.sections.scaling import ScalingConfig
+from rlx.mesh import COLLECTIVE_TIMEOUT
 from rlx.rollout.weight_sync.process_group import create_store, open_store
 from rlx.rollout.weight_sync.sync import own_address
 
@@ -67,4 +67,4 @@ def _join(address: tuple[str, int], backend: str, timeout_s: float) -> None:
     ranks = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": context.get_local_rank()}
     os.environ.update({name: str(value) for name, value in ranks.items()})
     store = _stores[0] if rank == 0 else open_store(address, timeout_s)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)

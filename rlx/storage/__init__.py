@@ -4,7 +4,7 @@ Left out: what the numbers in a checkpoint mean (rlx.training) and the other fil
 Only checkpoint_files, checkpoint_writer and rank_group need torch: code that only lists checkpoints does not import
 them, and stays fast.
 
-Imports of rlx: config, types.
+Imports of rlx: config, mesh, types.
 
 Example:
     from rlx.storage import checkpoint_catalog

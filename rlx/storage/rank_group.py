@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 
+from rlx.mesh import COLLECTIVE_TIMEOUT
 from rlx.storage.filesystem import StorageError, retry
 
 T = TypeVar("T")
@@ -23,7 +24,7 @@ class RankGroup:
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
 
     def gather(self, value: T) -> list[T]:
         """Returns the values of all ranks, in the order of the ranks, on every rank."""

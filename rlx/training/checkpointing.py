@@ -128,22 +128,27 @@ class Checkpointer:
         """Gives the frozen copy the weights that the policy had when training began; a collective call.
 
         Training began with this run, or with the run that it continues. The weights are kept in the run's folder,
-        because the checkpoint that a run starts from may be deleted.
+        because the checkpoint that a run starts from may be deleted. A run that had no reference before this resume
+        has kept none, and reads them where it began.
 
         Raises:
-            StorageError: they were kept, and cannot be read.
+            StorageError: they cannot be read.
         """
         assert source.manifest
-        trainer, policy = self.trainer, self.trainer.models["policy"]
-        if trainer.config.model.reference_weights == "model" or (is_whole and not source.manifest.reference):
+        trainer, policy, settings = self.trainer, self.trainer.models["policy"], self.trainer.config.checkpoint
+        is_kept = is_whole and source.manifest.reference
+        began_here = is_resume and settings.init_state != "all"
+        if trainer.config.model.reference_weights == "model" or (is_whole and not is_kept and not began_here):
             return
-        if is_whole:
+        if is_kept:
             run = Storage(source.folder.filesystem, source.folder.path.rpartition("/")[0])
             source = self.writer.verified_checkpoint(run / REFERENCE / checkpoint_name(0))
+        elif is_resume:
+            source = self.writer.verified_checkpoint(open_storage(str(settings.init_from), create=False))
         what = f"reading {source.folder.path}"
         retry(partial(checkpoint_files.read_reference, source.files, policy, trainer.reference), what)
         self._keeps_reference = True
-        if not is_resume:
+        if not (is_resume and is_kept):
             writer = CheckpointWriter(self.writer.run / REFERENCE, Retention())
             manifest = self._manifest({}, None).model_copy(update={"step": 0})
             writer.save(checkpoint_files.copy_reference(policy, trainer.reference), manifest)

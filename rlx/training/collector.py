@@ -213,8 +213,11 @@ class RolloutCollector:
 def apply_length_penalty(
     scored: Sequence[ScoredCompletion], algorithm: AlgorithmConfig, max_tokens: int
 ) -> list[ScoredCompletion]:
-    """The same with the soft overlong penalty and the penalty for truncated responses subtracted from each score."""
-    lengths = torch.tensor([each.completion.num_drawn for each in scored])
+    """The same with the soft overlong penalty and the penalty for truncated responses subtracted from each score.
+
+    The environment's tokens count as well: `max_tokens` is a limit of both.
+    """
+    lengths = torch.tensor([len(each.completion.token_ids) for each in scored])
     buffer, penalty = algorithm.overlong_tokens(max_tokens), algorithm.overlong_penalty
     overlong = advantages.overlong_penalty(lengths, max_tokens, buffer, penalty).tolist()
     truncated = [algorithm.missing_eos_penalty * (not each.completion.finished) for each in scored]

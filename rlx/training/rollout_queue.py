@@ -54,6 +54,7 @@ class RolloutQueue:
     num_chunks: int  # number of chunks in which a round is handed out
     max_staleness: int  # steps that a completion's weights may be older than the weights that train on it
     logprobs_every: int = 1  # steps between those of whose completions the engines report log-probabilities
+    environment: str = ""  # the settings of an environment that decide what its episodes are
     seconds: float = 0.0  # that the engines took for the round handed out last
     _rounds: deque[QueuedRound] = field(default_factory=deque, init=False)
 
@@ -151,9 +152,11 @@ class RolloutQueue:
         return QueuedRound(position, [self.engines.begin(chunk, samplings, step) for chunk in chunks], trained_after)
 
     def _request(self, step: int) -> Tensor:
-        """The settings that the completions of a step's round depend on, as numbers `[1 + S]` of S samplings."""
-        each = [float(zlib.crc32(repr(one).encode())) for one in self.samplings(step)]
-        return torch.tensor([float(self.prompts_per_step), *each], dtype=torch.float64)
+        """The settings that the completions of a step's round depend on, as numbers `[1 + S]` of S samplings, and one
+        more of an environment."""
+        each = [repr(one) for one in self.samplings(step)] + ([self.environment] if self.environment else [])
+        numbers = [float(zlib.crc32(text.encode())) for text in each]
+        return torch.tensor([float(self.prompts_per_step), *numbers], dtype=torch.float64)
 
     def _own_share(
         self, columns: Mapping[str, Tensor], replicas: int, step: int, stored: Sequence[_StoredEpisode] = ()

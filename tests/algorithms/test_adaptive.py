@@ -53,6 +53,13 @@ def test_a_fixed_coefficient_is_the_settings_own_whatever_the_state() -> None:
     assert control.coef == 0.1
 
 
+@pytest.mark.parametrize("state", [AdaptiveKL(0.0, None, 1000).state_dict(), {"coef": 0.0}])
+def test_a_coefficient_that_becomes_adaptive_begins_at_its_setting(state: dict[str, float]) -> None:
+    control = AdaptiveKL(0.05, 6.0, 1000)
+    control.load_state_dict(state)
+    assert control.coef == 0.05
+
+
 def test_adaptive_kl_continues_from_its_state() -> None:
     control = AdaptiveKL(init=0.05, target=6.0, horizon=1000)
     control.update(9.0, 100)

@@ -61,7 +61,10 @@ class Disks:
         def call() -> Any:
             if node == self.refuses and function is nodes._unpack:
                 raise ray.exceptions.RayTaskError("unpack", "", PermissionError("read-only"))
-            return function(*args[:-1], str(self.place(node, args[-1])))
+            try:
+                return function(*args[:-1], str(self.place(node, args[-1])))
+            except ConfigError as error:
+                raise ray.exceptions.RayTaskError("unpack", "", error) from None
 
         return call
 
@@ -89,14 +92,34 @@ def model(tmp_path: Path) -> Path:
 def test_a_model_is_copied_whole_to_the_nodes_that_lack_it(model: Path, disks: Disks) -> None:
     own = disks.place("b", str(model))
     own.mkdir(parents=True)
-    (own / "config.json").write_text('{"of": "b"}')
+    (own / "config.json").write_text("{}")
     nodes.bring_folder(str(model), "model.path")
     copy = disks.place("c", str(model))
     assert (copy / "parts" / "weights").read_bytes() == bytes(range(256))
-    assert sorted(path.name for path in copy.rglob("*")) == ["config.json", "parts", "weights"]
+    assert sorted(path.name for path in copy.rglob("*")) == [".copied-by-rlx", "config.json", "parts", "weights"]
     assert [path.name for path in copy.parent.iterdir()] == ["model"]  # nothing unfinished is beside it
+    assert not (own / "parts").exists()  # what models are read from is the same there
+
+
+def test_a_copy_of_a_model_that_has_changed_since_is_made_anew(model: Path, disks: Disks) -> None:
+    weights, stride = model / "model.safetensors", nodes._STRIDE
+    weights.write_bytes(bytes(stride) + b"before")
+    nodes.bring_folder(str(model), "model.path")
+    weights.write_bytes(bytes(stride) + b"later!")  # as many bytes
+    nodes.bring_folder(str(model), "model.path")
+    for node in disks.names:
+        copy = disks.place(node, str(model))
+        assert (copy / "model.safetensors").read_bytes()[stride:] == b"later!"
+        assert [path.name for path in copy.parent.iterdir()] == ["model"]
+
+
+def test_another_model_of_a_nodes_own_is_named_and_stays(model: Path, disks: Disks) -> None:
+    own = disks.place("b", str(model))
+    own.mkdir(parents=True)
+    (own / "config.json").write_text('{"of": "b"}')
+    with pytest.raises(ConfigError, match="node b: it has another model there: remove that one"):
+        nodes.bring_folder(str(model), "model.path")
     assert (own / "config.json").read_text() == '{"of": "b"}'
-    assert not (own / "parts").exists()
 
 
 def test_a_snapshot_of_the_hubs_cache_is_copied_though_it_is_made_of_links(model: Path, disks: Disks) -> None:
@@ -118,7 +141,8 @@ def test_a_model_that_is_too_large_to_be_copied_is_refused_before_it_is_read(
         file.truncate(3 * 2**20)
     with pytest.raises(ConfigError) as raised:
         nodes.bring_folder(str(model), "model.path")
-    assert str(raised.value) == f"model.path {model}: node b does not have it, and 3 MiB are too many to be copied"
+    lacking = "node b does not have it, or has another one, and 3 MiB are too many to be copied"
+    assert str(raised.value) == f"model.path {model}: {lacking}"
     assert not disks.home.exists()
 
 
@@ -137,9 +161,9 @@ def test_a_name_on_the_hub_is_left_to_the_nodes(disks: Disks) -> None:
 def test_a_folder_that_another_process_has_made_meanwhile_stays(model: Path, tmp_path: Path) -> None:
     content, there = nodes._packed(model), tmp_path / "there"
     there.mkdir()
-    (there / "config.json").write_text("first")
-    nodes._unpack(content, str(there))
-    assert [path.read_text() for path in there.iterdir()] == ["first"]
+    (there / "config.json").write_text("{}")
+    nodes._unpack(content, nodes._digest(str(model)), str(there))
+    assert [path.name for path in there.iterdir()] == ["config.json"]
 
 
 def test_a_folder_that_is_something_else_is_an_error_and_stays(model: Path, tmp_path: Path) -> None:
@@ -147,7 +171,7 @@ def test_a_folder_that_is_something_else_is_an_error_and_stays(model: Path, tmp_
     there.mkdir()
     (there / "mine").write_text("mine")
     with pytest.raises(OSError, match="not empty"):
-        nodes._unpack(nodes._packed(model), str(there))
+        nodes._unpack(nodes._packed(model), nodes._digest(str(model)), str(there))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "there"]
     assert [path.name for path in there.iterdir()] == ["mine"]
 
@@ -166,10 +190,10 @@ def test_an_actor_that_starts_where_the_model_is_not_has_it_nevertheless(
             return self.found
 
     copies = nodes.FolderCopies.of([str(model), str(model), "org/model"])
-    assert copies.paths == (str(model),)
+    assert list(copies.digests) == [str(model)]
     copy = model.with_name("copy")
     monkeypatch.setattr(nodes, "_LARGEST_COPY", 16)
-    assert nodes.FolderCopies.of([str(model)]).paths == ()
+    assert nodes.FolderCopies.of([str(model)]).digests == {}
     reader = ray.remote(Reader).options(num_cpus=0, max_restarts=1, max_task_retries=1)
     # One disk is that of all nodes here: the store reads the folder, which is then away when the actor starts.
     ray.get(copies.store.content.remote(str(model)))

@@ -150,6 +150,12 @@ def test_the_calculator_scores_the_last_number_or_all_that_is_said(answer: str, 
         assert calculator.score(answer) == expected
 
 
+@pytest.mark.parametrize("answer", [r"\frac{3}{4}", "(2, 3)", "1e3", "72 apples"])
+def test_the_calculator_refuses_an_expected_answer_that_is_no_number(answer: str) -> None:
+    with pytest.raises(ValueError, match=r"is no number; data\.expected_pattern takes one out of a text"):
+        Calculator().reset(TaskRow("How many?", answer), 0)
+
+
 def test_a_call_in_a_thought_is_not_made() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     assert calls_in(f"<think>perhaps {call}</think>12") == []
@@ -222,6 +228,8 @@ def test_programs_of_the_policy_run_in_the_sandbox() -> None:
     assert tool.python("while True: pass").endswith("ended by its limit of cpu")
     assert len(tool.python("print('a' * 5000)")) < 2100
     assert [tool.score(each) for each in ("It is 5050.", "so\n5050", "5051")] == [1, 1, 0]
+    tool.reset(TaskRow("What?", r"\frac{3}{4}"), 0)  # no number, though there are some in it
+    assert [tool.score(each) for each in ("4", "3/4", "so\n\\frac{3}{4}")] == [0, 0, 1]
 
 
 def test_a_program_is_corrected_until_its_tests_pass() -> None:

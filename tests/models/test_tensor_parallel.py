@@ -23,7 +23,7 @@ from transformers import (
 
 from rlx.config import loading, run
 from rlx.config.errors import ConfigError
-from rlx.mesh import Mesh, broadcast_object, gather_objects
+from rlx.mesh import COLLECTIVE_TIMEOUT, Mesh, broadcast_object, gather_objects
 from rlx.models import fsdp, tensor_parallel
 from rlx.models.loading import load_policy
 from rlx.runs import preflight
@@ -152,6 +152,16 @@ def test_neighbours_hear_from_their_first_and_count_once(on_ranks: OnRanks) -> N
     assert sums == ([2.0, 0.0 + 2.0],) * 4  # of ranks 0 and 2
     assert gathered == ([{0}, {1}, {2}, {3}],) * 4
     assert of_first == ([0],) * 4
+
+
+def waits(rank: int, ranks: int) -> list[float]:
+    """The seconds that groups of the mesh wait."""
+    groups = Mesh.of("cpu", 2).mesh.get_all_groups()
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_groups_wait_as_long_as_a_rollout_may_take(on_ranks: OnRanks) -> None:
+    assert on_ranks(4, waits) == [[COLLECTIVE_TIMEOUT.total_seconds()] * 2] * 4
 
 
 def said_alone(rank: int, ranks: int) -> tuple[Any, ...]:

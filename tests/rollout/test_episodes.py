@@ -156,9 +156,11 @@ def test_an_episode_is_read_back_from_its_text() -> None:
     assert Episode.of_json(done[0].episode.as_json()) == done[0].episode
 
 
-def test_first_messages_that_are_too_long_are_refused() -> None:
-    with pytest.raises(ValueError, match="first messages have 8 tokens"):
-        played({1: "stop"}, limits=EpisodeLimits(2, prompt_tokens=7))
+def test_an_episode_whose_first_messages_are_too_long_fails_alone() -> None:
+    done, _, _ = played({0: "a", 1: "a"}, limits=EpisodeLimits(2, prompt_tokens=7))
+    for each in done:
+        assert each.episode and "first messages have 8 tokens" in each.episode.failure
+        assert not each.finished and len(each.episode.turns) == 1
 
 
 class Odd:

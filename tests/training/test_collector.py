@@ -14,7 +14,7 @@ from rlx.training.collector import RolloutCollector, Selection, apply_length_pen
 from rlx.training.loop import needs_more
 from rlx.training.metrics import StepTimer, sample_rows
 from rlx.training.reporting import MemoryReporter
-from rlx.types import Completion, Prompt, Response, Sampling, ScoredCompletion
+from rlx.types import Completion, Episode, Observation, Prompt, Response, Sampling, ScoredCompletion, Turn
 
 TEXTS = {(1,): "so 4", (2, 2): "5", (3, 3, 3): "no idea"}
 ALONE: Any = SimpleNamespace(is_leader=True, broadcast_from_leader=lambda value: value, dp_size=2)
@@ -110,6 +110,15 @@ def test_dapo_punishes_the_last_fifth_of_the_longest_response() -> None:
     assert [each.score for each in apply_length_penalty(long, algorithm, 10)] == [1.0, 0.75, 0.5]
     # A right answer of full length lies half of the way between a wrong short one and a right short one, as in the
     # paper: -1, 0 and 1.
+
+
+def test_tokens_of_the_environment_come_near_the_limit_too() -> None:
+    algorithm = from_tree({"algorithm": {"advantage": "dapo"}}).algorithm
+    whole = completion(*[3] * 10)
+    observed = Episode(Observation(), (Turn(0, 4, 0, Observation()), Turn(9, 10, 0, Observation())), (), 1.0, "", True)
+    scored = [ScoredCompletion(each, 1.0, True, {}) for each in (whole, replace(whole, episode=observed))]
+    assert scored[1].completion.num_drawn == 5
+    assert [each.score for each in apply_length_penalty(scored, algorithm, 10)] == [0.5, 0.5]
 
 
 class Engines:

@@ -35,6 +35,24 @@ def started(rank: int, ranks: int, path: str, folder: str) -> dict[str, Rows]:
     return found
 
 
+def told_later(rank: int, ranks: int, path: str, folder: str) -> list[Rows]:
+    """A run whose KL has no weight before it is resumed, as it goes on then; and once more, its start being gone."""
+    rows(path, f"{folder}/donor", train__steps=2)
+    start = {"checkpoint__init_from": f"{folder}/donor/step_000002"}
+    rows(path, f"{folder}/run", Stopping(), **start, algorithm__kl_coef=0.0, train__actor_lr=0.0)
+    resumed = rows(path, f"{folder}/run", **start, algorithm__kl_coef=0.1, train__steps=3)
+    shutil.rmtree(f"{folder}/donor")
+    return [resumed, rows(path, f"{folder}/run", **start, algorithm__kl_coef=0.1, train__steps=4)]
+
+
+def test_a_kl_that_is_switched_on_later_is_measured_to_the_weights_that_the_run_started_with(
+    on_ranks: OnRanks, tiny_model: Path, tmp_path: Path
+) -> None:
+    ((first, second),) = on_ranks(1, told_later, str(tiny_model), str(tmp_path))
+    assert first[-1]["step"] == 3 and abs(first[-1]["kl/ref"]) < 1e-9  # the policy had not moved
+    assert second[-1]["step"] == 4 and second[-1]["kl/ref"] > 1e-5
+
+
 @pytest.fixture(scope="module")
 def runs(on_ranks: OnRanks, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rows]:
     return on_ranks(1, started, str(tiny_model), str(tmp_path_factory.mktemp("runs")))[0]

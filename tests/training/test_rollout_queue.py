@@ -1,5 +1,6 @@
 """Rounds of generation ahead of training: what is begun when, how old it is, and what a checkpoint keeps of it."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +8,10 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import torch
+from torch import Tensor
 
+from rlx.config.sections.rollout import EnvironmentConfig
 from rlx.data.stream import PromptStream, TableRows
 from rlx.rollout.base import PendingRollout
 from rlx.storage import checkpoint_files
@@ -115,6 +119,15 @@ def test_rounds_without_logprobs_go_into_a_checkpoint() -> None:
     columns = {name: shard.local for name, shard in own.state().items()}
     (logprobs,) = (tensor for name, tensor in columns.items() if name.endswith("logprobs"))
     assert logprobs.shape[0] == 8 and not logprobs.any()
+
+
+def test_rounds_of_another_environment_are_drawn_again() -> None:
+    def asked(**environment: Any) -> Tensor:
+        return rounds(environment=EnvironmentConfig.model_validate(environment).identity)._request(1)
+
+    others = [asked(), asked(name="calculator"), asked(name="treasure"), asked(name="treasure", params={"rooms": 3})]
+    assert all(not torch.equal(one, other) for one, other in itertools.combinations(others, 2))
+    assert torch.equal(asked(name="treasure", timeout_s=9), asked(name="treasure"))
 
 
 def test_engines_report_logprobs_every_few_steps() -> None:

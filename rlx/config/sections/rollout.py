@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
@@ -145,3 +146,9 @@ class EnvironmentConfig(Section):
     @classmethod
     def _read_name(cls, given: Any) -> Any:
         return {"name": given} if isinstance(given, str) else given
+
+    @property
+    def identity(self) -> str:
+        """The settings that decide what an episode is, as text; empty without an environment."""
+        own = self.model_dump(include={"name", "params", "max_turns", "turn_tokens", "history"}, mode="json")
+        return json.dumps(own, sort_keys=True) if self.name else ""

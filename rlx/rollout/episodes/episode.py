@@ -11,7 +11,17 @@ from dataclasses import dataclass, field, replace
 
 from rlx.rollout.base import Output, Request, request_seed
 from rlx.rollout.episodes.dialogue import Dialogue, Written
-from rlx.types import Completion, Episode, Observation, Prompt, Sampling, TaskRow, Turn, Utterance
+from rlx.types import (
+    Completion,
+    EnvironmentFailed,
+    Episode,
+    Observation,
+    Prompt,
+    Sampling,
+    TaskRow,
+    Turn,
+    Utterance,
+)
 
 _DRAWING = 1_000_000
 """a turn that no episode has, whose seed draws the episode"""
@@ -97,12 +107,12 @@ class OpenEpisode:
         """Takes the environment's first messages.
 
         Raises:
-            ValueError: they are longer than prompts may be.
+            EnvironmentFailed: they are longer than prompts may be.
         """
         written, most = self.dialogue.opening(start.messages), self.limits.prompt_tokens
         opening = written.token_ids
         if most is not None and len(opening) > most:
-            raise ValueError(
+            raise EnvironmentFailed(
                 f"the environment's first messages have {len(opening)} tokens, with the chat template and its tools, "
                 f"more than data.max_prompt_tokens ({most})"
             )

@@ -84,6 +84,7 @@ def _queue(trainer: Trainer, engines: Engines, ends: tuple[int, ...], prompts: P
         rollout.num_chunks,
         rollout.max_staleness,
         config.resolved_logprobs_every,
+        config.environment.identity,
     )
 
 
