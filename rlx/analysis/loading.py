@@ -24,6 +24,7 @@ from rlx.config.sweep import DEFAULT_METRIC, PROGRESS, Mode, RungUnit
 from rlx.tracking.base import RunStatus, TrackedRun
 from rlx.tracking.metrics import METRICS, meaning
 from rlx.tracking.services import mlflow
+from rlx.tracking.services.mlflow_page import run_address
 
 Setting = int | float | str | None
 
@@ -222,9 +223,11 @@ def race_text(uri: str, sweep: Sweep) -> str:
     return mlflow.read_artifact(uri, sweep.run_id, RACE_FILE).strip() if is_there else ""
 
 
-def folder_of(uri: str, trial: Trial) -> str | None:
-    """The run folder of the last attempt of a trial; None if it was not recorded."""
-    return mlflow.get_run(uri, trial.run_ids[-1]).tags.get("rlx.folder")
+def trial_address(uri: str, trial: Trial) -> str | None:
+    """The address of the run folder of the last attempt of a trial; None if it was not recorded."""
+    first, last = (mlflow.get_run(uri, run_id) for run_id in (trial.run_ids[0], trial.run_ids[-1]))
+    folder = last.tags.get("rlx.folder")
+    return run_address(folder, first.params.get("storage", "")) if folder else None
 
 
 def _sweep_runs(uri: str, experiment: str) -> list[TrackedRun]:

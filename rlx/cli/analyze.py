@@ -86,8 +86,8 @@ def print_analysis(args: argparse.Namespace) -> int:
     if evidence.against:
         print(f"{gap_sentence(evidence.against)}\n")
     if settings[0].ended:
-        run = shlex.quote(loading.folder_of(uri, settings[0].trials[0]) or "RUN")
-        print(f"its model: rlx export {run} --checkpoint best --register NAME\n")
+        run = loading.trial_address(uri, settings[0].ended[0]) or "RUN"
+        print(f"its model: {shlex.join(['rlx', 'export', f'{run}@best', '--register', 'NAME'])}\n")
     folder = storage / "analysis" / sweep.name / report.other_place(sweep, metric, mode)
     folder = Path(args.out) if args.out else folder
     runs = open_storage(args.storage, create=False) / "sweeps" / sweep.name / "runs"

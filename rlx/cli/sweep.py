@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def script() -> int:
         args, given = parse(parser, list(sys.argv[1:] if argv is None else argv))
-        _check_options(parser, args, given)
+        refuse_options(parser, args, given)
         own = read_yaml(args.config) if args.config else None
         tree = new_tree(own, given)
         config = from_tree(tree, args.config or "command line")  # refused before anything slow is imported
@@ -161,7 +161,7 @@ def _add_resume_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _check_options(parser: argparse.ArgumentParser, args: argparse.Namespace, given: Mapping[str, Any]) -> None:
+def refuse_options(parser: argparse.ArgumentParser, args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     """Raises ConfigError for options that exclude each other, and for counts below 1."""
     for option in ("restart_errored", "trust"):
         if getattr(args, option) and args.resume is None:

@@ -36,7 +36,8 @@ _IN_STEPS: Mapping[SchedulerName, str] = {
 _PACKAGES = {"bayesopt": "bayes_opt", "hyperopt": "hyperopt"}
 """packages that a search needs and that rlx does not install by itself"""
 _AVERAGE = "eval/ema/"
-# Keys and prefixes of settings that decide the resources of a trial, which are the same for all trials.
+# Keys and prefixes of settings that decide the resources of a trial, which are the same for all trials. Others do so
+# with some values only: `space.check_resources` finds them.
 _RESOURCES = (
     "scaling.",
     "rollout.num_engines",
@@ -171,9 +172,14 @@ def check_key(key: Any, path: str) -> None:
         hint = f"; here it is {here}{note}" if here else nearest(str(key), setting_keys())
         raise ConfigError(f"--space {path}: unknown setting {key}{hint}")
     if key.startswith(_RESOURCES):
-        raise ConfigError(f"--space {path}: {key} changes the resources of a trial, which all trials share")
+        raise other_resources(key, path)
     if key.startswith(_SHARED):
         raise ConfigError(f"--space {path}: {key} is the same for all trials of a sweep")
+
+
+def other_resources(key: str, path: str) -> ConfigError:
+    """The error of a space in a file that varies the resources of its trials."""
+    return ConfigError(f"--space {path}: {key} changes the resources of a trial, which all trials share")
 
 
 def _check_space_file(path: str) -> None:

@@ -48,7 +48,7 @@ from rlx.sweeps.records import (
 )
 from rlx.sweeps.room import concurrency, total_trials
 from rlx.sweeps.schedulers.schedule import Schedule
-from rlx.sweeps.space import Space, complete_settings, load_space
+from rlx.sweeps.space import Space, check_resources, complete_settings, load_space
 from rlx.sweeps.trainable import attempt_number, forgive, newest_attempt
 from rlx.tracking.services import mlflow
 from rlx.tracking.tracker import OutboxTracker
@@ -72,6 +72,7 @@ def check_sweep(plan: SweepPlan) -> SweepPlan:
     """
     refuse_choices(plan)  # whoever has begun the sweep was warned of the others
     space = load_space(plan.space, plan.tree)
+    check_resources(space, plan.space, plan.tree, plan.resources)
     plan = _with_metric(plan)
     if plan.seeds > 1 and "seed" in space:
         raise ConfigError(f"--seeds {plan.seeds}: {plan.space} varies the seed already")

@@ -16,11 +16,12 @@ import numpy as np
 from ray import cloudpickle
 from ray.tune.search.sample import Categorical, Domain, Float, Function, Integer, Quantized
 
+from rlx.cluster.resources import ResourcePlan, plan_resources
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import sections
 from rlx.config.sweep import Mode
-from rlx.sweeps.choices import check_key
+from rlx.sweeps.choices import check_key, other_resources
 
 Space = dict[str, Any]
 """values or domains (tune.choice, tune.loguniform, ...) of settings, by dotted key"""
@@ -95,6 +96,21 @@ def _check(key: str, domain: Any, path: str, tree: Mapping[str, Any]) -> None:
         if not isinstance(value, _PLAIN):
             raise ConfigError(f"--space {path}: {key}: no setting can be a {type(value).__name__}")
         from_tree(with_overrides(dict(tree), {key: value}), f"--space {path}")
+
+
+def check_resources(space: Space, path: str, tree: Mapping[str, Any], shared: ResourcePlan) -> None:
+    """Refuses a space with whose settings a trial would need other resources than the ones that are reserved for it.
+
+    Args:
+        shared: what is reserved for each trial.
+
+    Raises:
+        ConfigError: a value of a setting needs other resources.
+    """
+    for key, domain in space.items():
+        for value in extremes(domain):
+            if plan_resources(from_tree(with_overrides(dict(tree), {key: value}))) != shared:
+                raise other_resources(key, path)
 
 
 def extremes(domain: Any) -> list[Any]:

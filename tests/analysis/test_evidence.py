@@ -107,6 +107,12 @@ def test_low_can_be_good(uri: str) -> None:
     assert gaps[-1].gap.value == pytest.approx(1 / 4)
 
 
+def test_the_better_answers_are_the_low_ones_where_low_is_good(uri: str) -> None:
+    flips = weighing.flips_of(weigh(uri, loaded(uri)[1][1::-1], DEFAULT_METRIC, "min").gaps[0])
+    assert flips is not None and (flips.better, flips.worse) == (3, 0)
+    assert flips.largest[0].first < flips.largest[0].second
+
+
 def test_the_luck_of_the_best_is_off_the_low_ends(uri: str) -> None:
     found = weigh(uri, loaded(uri)[1], DEFAULT_METRIC, "max")
     assert found.winner is not None and {gap.luck for gap in found.gaps} == {found.winner.luck}

@@ -368,6 +368,22 @@ def test_the_script_ranks_by_what_the_sweep_was_judged_by(
     assert mlflow.get_run(uri, run_id).tags["mlflow.note.content"] == said
 
 
+def test_the_printed_export_names_a_trial_that_has_ended_by_its_address(
+    empty_database: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(empty_database, tmp_path)
+    runs = []
+    for seed, status in enumerate(("RUNNING", "FINISHED")):
+        settings = {LR: 1e-4, "seed": seed, "storage": "s3://b/kept?region=eu"}
+        folder = {"rlx.folder": f"b/kept/sweeps/s/runs/trial_{seed}"}
+        runs.append(Run(settings, {0: 0.1, 4: 0.9}, status, folder))
+    log_sweep(mlflow.default_uri(tmp_path), "s", runs, [LR, "seed"])
+    # By a metric that is no evaluation's, so that nobody looks into the runs' folders.
+    assert analyze.main(["--storage", str(tmp_path), "--metric", "kl/ref"]) == 0
+    command = "rlx export 's3://b/kept/sweeps/s/runs/trial_1?region=eu@best' --register NAME"
+    assert f"its model: {command}\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("tag", "value"), [("rlx.metric", "no/such"), ("rlx.mode", "MAX")])
 def test_a_record_that_says_something_else_is_damaged(
     empty_database: Path, tmp_path: Path, tag: str, value: str
@@ -388,7 +404,7 @@ def test_the_script_takes_the_newest_sweep_of_a_storage(
     output = capsys.readouterr().out
     assert "sweeps, newest first: pbt, running, failed, nothing-varied, wide, lr, bare;" in output
     assert "sweep pbt: 2 trials" in output
-    assert "its model: rlx export '/my runs/a' --checkpoint best" in output
+    assert "its model: rlx export '/my runs/a@best' --register NAME" in output
     assert (storage / "analysis" / "pbt" / "trials.csv").is_file()
 
 

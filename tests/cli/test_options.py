@@ -180,7 +180,7 @@ def test_a_sweep_goes_on_where_its_files_lie_elsewhere(tmp_path: Path, monkeypat
     (folder / "sweep.json").write_text(json.dumps(asdict(plan)))
     (folder / "space.py").write_text("")
     args, given = sweep_options("--resume", "--trust", "--data.source", "sums.jsonl", "--ray-address", "auto")
-    sweep._check_options(sweep.argument_parser(), args, given)
+    sweep.refuse_options(sweep.argument_parser(), args, given)
     tree = {"storage": str(tmp_path), "ray_address": "auto", "data": {"source": f"{tmp_path}/sums.jsonl"}}
     with sweep.claimed_plan(args, storage, tree, given) as (resumed, _):
         assert (resumed.config.data.source, resumed.config.ray_address) == (f"{tmp_path}/sums.jsonl", "auto")
@@ -193,7 +193,7 @@ def test_a_sweep_goes_on_where_its_files_lie_elsewhere(tmp_path: Path, monkeypat
     with pytest.raises(
         ConfigError, match=r"only --storage, --ray-address, .*--data\.source, .*--model\.path, .*--trust"
     ):
-        sweep._check_options(sweep.argument_parser(), *sweep_options("--resume", "--train.steps", "5"))
+        sweep.refuse_options(sweep.argument_parser(), *sweep_options("--resume", "--train.steps", "5"))
 
 
 @pytest.mark.parametrize("words", [["--resume", ""], ["--from="], ["--config", ""]])

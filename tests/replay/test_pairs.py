@@ -8,9 +8,9 @@ from unittest.mock import ANY
 import pytest
 from replay_cases import evaluated, keep, run_of, with_score
 
-from rlx.cli.timemachine import branched_sweep, running, whatif
+from rlx.cli.timemachine import branched_sweep, pairing, running, whatif
 from rlx.config.errors import ConfigError
-from rlx.replay import pairs
+from rlx.replay import pairs, recorded
 from rlx.storage.addresses import open_storage
 
 
@@ -109,6 +109,10 @@ def test_words_of_the_commands() -> None:
         (["--set", "seed=1", "--trials", "3"], "unexpected argument '--trials'"),
         (["--space", "x.py", "--seeds", "3"], "branches go on from one state, with its seed"),
         (["--space", "x.py", "--scheduler", "pbt"], "branches go on from one state, with its seed"),
+        (["--space", "x.py", "--interleave", "2"], "branches have the engines and GPUs of the run"),
+        (["--space", "x.py", "--trials", "0"], "--trials 0: at least 1"),
+        (["--space", "x.py", "--max-concurrent", "0"], "--max-concurrent 0: at least 1"),
+        (["--space", "x.py", "--restart-errored"], "--restart-errored needs --resume"),
         (["--space", "x.py", "--train.actor-lr", "1"], "--train.actor-lr: branches have the settings of the run"),
     ],
 )
@@ -125,6 +129,37 @@ def test_trials_of_a_branched_sweep_end_where_the_control_can_be_compared(tmp_pa
     with pytest.raises(ConfigError, match=r"trials end at step 15: branch to a multiple of eval.every \(4\)"):
         branched_sweep.trials_tree(pairs.pair_of(run, 10, 5, {})[0], "b")
     assert branched_sweep.trials_tree(pairs.pair_of(run, 20, 10, {})[0], "b")["train"]["steps"] == 30
+
+
+@pytest.mark.parametrize(
+    ("words", "domain", "line"),
+    [
+        (["--metric", "eval/none"], "tune.choice([1e-4])", "--metric eval/none: trials are compared by"),
+        (["--search", "grid"], "tune.uniform(1e-5, 1e-4)", "--search grid needs a list of values for train.actor_lr"),
+        (["--budget", "3 pounds"], "tune.choice([1e-4])", "3 pounds"),
+        ([], "tune.choice([1e-4])", "sweep 'a-at-10-1' exists in "),
+    ],
+)
+def test_a_sweep_that_cannot_be_is_refused_before_its_control_runs(
+    words: list[str],
+    domain: str,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run_of(tmp_path, eval__every=4)
+    (tmp_path / "space.py").write_text(
+        f"from ray import tune\n\ndef space():\n    return {{'train.actor_lr': {domain}}}\n"
+    )
+    if not words:
+        (tmp_path / "sweeps" / "a-at-10-1").mkdir(parents=True)
+        (tmp_path / "sweeps" / "a-at-10-1" / "sweep.json").write_text("{}")
+    monkeypatch.setattr(recorded, "logged_metrics", lambda *_, **__: {})
+    monkeypatch.setattr(pairing, "do_control", lambda *_: pytest.fail("the control has run"))
+    arguments = ["a@10", "--storage", str(tmp_path), "--steps", "6", "--space", str(tmp_path / "space.py")]
+    assert whatif.main([*arguments, *words]) == 1
+    assert line in capsys.readouterr().err
 
 
 def test_each_trial_is_compared_with_the_control(tmp_path: Path) -> None:

@@ -36,6 +36,9 @@ from rlx.sweeps.space import load_space
 from rlx.sweeps.trainable import PPOTrial
 from rlx.tracking.services import mlflow
 
+ACTORS = {"environment": {"name": "calculator", "num_actors": 2}}
+JUDGED = {"reward": {"functions": {"model": 1.0}, "model": "org/a"}}
+
 
 @pytest.fixture(autouse=True)
 def with_tables(tmp_path: Path, empty_database: Path) -> None:
@@ -70,6 +73,28 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], line: str
     with pytest.raises(ConfigError) as error:
         plans.check_sweep(SweepPlan("s", {}, space, **options))
     assert line.format(space=space) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "values", "is_refused"),
+    [
+        (ACTORS, "environment.num_actors", "tune.choice([2, 3])", True),
+        (ACTORS, "environment.num_actors", "tune.randint(2, 3)", False),  # always 2
+        (ACTORS, "environment.resources_per_actor.CPU", "tune.uniform(0.5, 1.0)", True),
+        (ACTORS, "environment.label_selector", "{'zone': 'a'}", True),
+        (ACTORS, "environment.name", "tune.choice(['calculator', 'guess_number'])", False),
+        ({}, "environment.name", "tune.grid_search(['calculator', None])", True),
+        (JUDGED, "reward.model", "tune.choice(['org/a', 'org/b'])", False),
+    ],
+)
+def test_trials_share_their_resources(
+    given: dict[str, Any], key: str, values: str, is_refused: bool, tmp_path: Path
+) -> None:
+    space = space_file(tmp_path, f"{{'{key}': {values}}}")
+    plan = SweepPlan("s", given, space)
+    line = f"^--space {space}: {key} changes the resources of a trial, which all trials share$"
+    with pytest.raises(ConfigError, match=line) if is_refused else nullcontext():
+        plans.check_sweep(plan)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def flipped(pair: PairedGap, most: int = 20) -> tuple[int, int, list[Flip]]:
     if not pair.is_by_question:
         return 0, 0, []
     first, second = (table.mean(axis=0) for table in pair.tables)
-    gaps = first - second
+    gaps = pair.sign * (first - second)  # above 0 where the first is better, also where low is good
     order = [int(i) for i in np.argsort(-np.abs(gaps), kind="stable") if gaps[i]][:most]
     texts = [_texts([runs[side] for runs in pair.runs], pair.steps[side]) for side in (0, 1)]
     flips = []

@@ -33,6 +33,7 @@ class PairedGap:
     gap: CrossedMean  # how far the first is ahead
     chance: float  # of such a difference if there is none, corrected for the number of comparisons
     luck: float = 0.0  # how far the first seems ahead because it was chosen, see `winner`
+    sign: float = 1.0  # -1 where low is good
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -94,6 +95,7 @@ def paired_gap(
     """The difference of two settings.
 
     Args:
+        sign: -1 where low is good.
         at_ends: compare what each was in the end, however many steps that took, and not at a step that both have done.
 
     Returns:
@@ -105,7 +107,7 @@ def paired_gap(
         return None
     questions, tables = _tables(pairs, steps)
     gap = crossed_mean(sign * (tables[0] - tables[1]), resolution(np.stack(tables)))
-    return PairedGap(*groups, tuple(pairs), steps, tuple(questions), (tables[0], tables[1]), gap, gap.chance)
+    return PairedGap(*groups, tuple(pairs), steps, tuple(questions), (tables[0], tables[1]), gap, gap.chance, sign=sign)
 
 
 def _after_looks(pair: PairedGap, looks: Looks) -> PairedGap:

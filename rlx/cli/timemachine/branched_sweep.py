@@ -6,7 +6,7 @@ Left out: the sweep itself (rlx.cli.sweep), of which each trial is a branch.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlx.cli import sweep as sweeps
@@ -36,12 +36,13 @@ def sweep_branches(args: argparse.Namespace, others: Sequence[str]) -> int:
     logged = recorded.logged_metrics(run, args.tracking_uri, trust=args.trust)
     storage = open_storage(run.storage)
     name = pairs.pair_names(storage / "runs", run, step)[0]
-    tree = trials_tree(control, name.removesuffix(".control"))
+    tree = with_overrides(trials_tree(control, name.removesuffix(".control")), running.here(args))
     check_space(args.space, tree)
+    check_plan(options, tree, storage)
     with running.processes() as shared:
         comparison, folder = pairing.do_control(args, pairing.with_name(args, control, name), logged, shared)
     print("\n" + "\n".join(pairing.control_lines(run, comparison, control)) + "\n")
-    failed = sweeps.start_sweep(options, with_overrides(tree, running.here(args)), {})
+    failed = sweeps.start_sweep(options, tree, {})
     print(f"\n{trials_text(storage / 'sweeps' / tree['name'] / 'runs', folder, control)}")
     return failed or (0 if comparison.holds or not comparison.metrics else 1)
 
@@ -52,12 +53,16 @@ def sweep_options(space: str, words: Sequence[str]) -> argparse.Namespace:
     Raises:
         ConfigError: one of them does not.
     """
-    options, given = parse(sweeps.argument_parser(), ["--space", space, *words])
+    parser = sweeps.argument_parser()
+    options, given = parse(parser, ["--space", space, *words])
     if given or options.config:
         wrong = min(given, default="config")
         raise ConfigError(f"--{wrong.replace('_', '-')}: branches have the settings of the run and of --space")
     if options.seeds > 1 or options.resume is not None or options.scheduler in ("race", "pbt"):
         raise ConfigError("branches go on from one state, with its seed: leave --seeds, --resume, race and pbt out")
+    if options.interleave > 1:
+        raise ConfigError("branches have the engines and GPUs of the run, as their control has: leave --interleave out")
+    sweeps.refuse_options(parser, options, given)
     return options
 
 
@@ -82,6 +87,23 @@ def check_space(space: str, tree: dict[str, Any]) -> None:
 
     if fixed := [key for key in load_space(space, tree) if run_folder.is_fixed(key)]:
         raise ConfigError(f"--space {space}: {fixed[0]} cannot change within a run")
+
+
+def check_plan(options: argparse.Namespace, tree: Mapping[str, Any], storage: Storage) -> None:
+    """Refuses before the control has run what would be refused after it.
+
+    Args:
+        options: those of `rlx sweep`.
+        tree: the settings that all trials share.
+
+    Raises:
+        ConfigError: the sweep cannot be run, or its name is taken.
+    """
+    from rlx.sweeps import plans, records
+
+    plan = sweeps.new_plan(options, tree, tree["name"])
+    records.refuse_existing(storage / "sweeps" / plan.name)
+    plans.check_sweep(plan)
 
 
 def trials_text(runs: Storage, control: Storage, branch: Branch) -> str:

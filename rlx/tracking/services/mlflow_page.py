@@ -96,12 +96,19 @@ def _how_to_read(params: Mapping[str, str], folder: str) -> str:
     storage, path, name = params["storage"], found[1], found[2]
     words = [name, *storage_words(storage)]
     if path != f"runs/{name}":  # a trial is not found by its name alone
-        place, mark, options = storage.partition("?")
-        words = [f"{place.rstrip('/')}/{path}{mark}{options}" if "://" in storage else folder]
+        words = [run_address(folder, storage)]
     to_read = ["rlx", "samples", *words]
     to_write = [*to_read, "--html", f"{name}.html"]
     some = "Some of them are in its artifact completions.html when it has ended."
     return f" Its completions: `{shlex.join(to_read)}`; as a page: `{shlex.join(to_write)}`. {some}"
+
+
+def run_address(folder: str, storage: str) -> str:
+    """The address of a run's folder, of which a record has the path and the address of its storage."""
+    if "://" not in storage or not (found := _RUN_PATH.search(folder)):
+        return folder
+    place, mark, options = storage.partition("?")
+    return f"{place.rstrip('/')}/{found[1]}{mark}{options}"
 
 
 def _sources(params: Mapping[str, str]) -> Sequence[SourceConfig]:
