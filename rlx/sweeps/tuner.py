@@ -36,7 +36,7 @@ from rlx.sweeps.room import NeededModel, Room, most_at_once, total_trials
 from rlx.sweeps.schedulers.by_name import SCHEDULERS
 from rlx.sweeps.schedulers.race import Race
 from rlx.sweeps.schedulers.racing import RaceScheduler
-from rlx.sweeps.space import Space, extremes, load_space
+from rlx.sweeps.space import Space, extremes, load_space, may_have
 from rlx.sweeps.trainable import SharedInputs, attempt_number, newest_attempt, trainable
 from rlx.sweeps.trial_source import TrialOptions, TrialSource
 from rlx.sweeps.verdict import race_lines
@@ -208,7 +208,7 @@ def _check_settings(known: Mapping[str, TrialRecord], space: Space, folder: Stor
         if others := set(record.settings) - {*space, "seed"}:
             raise ConfigError(f"{damaged} vary {min(others)}")
         for key in set(record.settings) & set(run_folder.POWERFUL):
-            if record.settings[key] not in extremes(space[key]):
+            if not may_have(space[key], record.settings[key]):
                 raise ConfigError(f"{damaged} have {key} {record.settings[key]!r}")
 
 
