@@ -141,11 +141,12 @@ def prospects(plan: SweepPlan) -> list[str]:
 
 
 def _with_metric(plan: SweepPlan) -> SweepPlan:
-    """Returns a sweep whose trials keep their best checkpoints by its metric, unless its settings say by which."""
-    if plan.metric == DEFAULT_METRIC:
+    """Returns a sweep whose trials keep their best checkpoints by its metric, unless its settings say which are."""
+    best = {"best_by": plan.metric, "best_mode": plan.mode}
+    given = plan.tree.get("checkpoint", {})
+    if plan.metric == DEFAULT_METRIC or best.keys() & given.keys():  # the mode is of a metric
         return plan
-    checkpoint = {"best_by": plan.metric, "best_mode": plan.mode} | plan.tree.get("checkpoint", {})
-    return replace(plan, tree=plan.tree | {"checkpoint": checkpoint})
+    return replace(plan, tree=plan.tree | {"checkpoint": given | best})
 
 
 def _with_population(plan: SweepPlan, space: Space) -> SweepPlan:

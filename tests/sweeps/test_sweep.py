@@ -73,7 +73,13 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], line: str
 
 
 @pytest.mark.parametrize(
-    ("given", "best"), [({}, ("eval/length", "min")), ({"best_by": "kl/ref", "best_mode": "max"}, ("kl/ref", "max"))]
+    ("given", "best"),
+    [
+        ({}, ("eval/length", "min")),
+        ({"best_by": "kl/ref", "best_mode": "max"}, ("kl/ref", "max")),
+        ({"best_by": "eval/accuracy"}, ("eval/accuracy", "max")),  # not the worst one
+        ({"best_mode": "max"}, ("eval/accuracy", "max")),
+    ],
 )
 def test_the_best_checkpoints_are_by_the_metric_of_the_sweep(
     given: dict[str, Any], best: tuple[str, str], tmp_path: Path
