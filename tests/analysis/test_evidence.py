@@ -135,6 +135,7 @@ def test_a_metric_names_its_set_of_questions() -> None:
     assert Judged.of("eval/aime/pass_at_4") == ("aime", "pass_at_4")
     assert Judged.of("eval/ema/accuracy") == ("ema", "accuracy")
     assert Judged.of("kl/ref") is Judged.of("eval/a/b/c") is None
+    assert Judged.of("eval/accuracy/web") is Judged.of("eval/reward/web") is None  # nothing is kept of a source alone
 
 
 def test_the_spread_is_that_of_the_pairs(uri: str) -> None:

@@ -74,7 +74,8 @@ def test_a_plan_says_what_it_costs_and_shows(plan: SweepPlan) -> None:
     assert shows.startswith("3 seeds and 256 questions can show a difference of 0.1 in four of five sweeps (an ass")
     assert "5 seeds: " in more
     assert questions == "at most 256 questions: one that repeats counts once, and fewer show less"
-    assert len(plans.prospects(replace(plan, metric="eval/reward"))) == 1  # of which nothing is known
+    for unknown in ("eval/reward", "eval/accuracy/web"):  # of all questions, and of those of one source
+        assert len(plans.prospects(replace(plan, metric=unknown))) == 1
 
 
 def test_a_plan_knows_how_settings_of_the_newest_sweep_differed(plan: SweepPlan, tmp_path: Path) -> None:
