@@ -111,6 +111,11 @@ def extremes(domain: Any) -> list[Any]:
     return [domain]
 
 
+def values_of(space: Space, key: str, default: Any) -> list[Any]:
+    """The `extremes` of a setting that trials may have; the default alone where the space does not vary it."""
+    return extremes(space[key]) if key in space else [default]
+
+
 def may_have(domain: Any, value: Any) -> bool:
     """Whether a trial can have a value of a domain, which a record in JSON may have kept: tuples are lists there."""
     if isinstance(domain, Integer | Float):
