@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rlx.analysis.loading import Setting
 from rlx.analysis.statistics import Group
-from rlx.analysis.style import as_text
+from rlx.analysis.style import setting_text
 from rlx.config.errors import ConfigError
 from rlx.config.sweep import Mode
 
@@ -73,7 +73,7 @@ def _domain(values: Sequence[Setting]) -> BaseDistribution:
 
     as_numbers = numbers(values)
     if as_numbers is None:
-        return CategoricalDistribution(sorted({as_text(value) for value in values}))
+        return CategoricalDistribution(sorted({setting_text(value) for value in values}))
     return FloatDistribution(min(as_numbers), max(as_numbers), log=on_log_scale(as_numbers))
 
 
@@ -81,4 +81,8 @@ def _parameter(value: Setting, domain: BaseDistribution) -> float | str:
     """A value in the form that the domain accepts."""
     from optuna.distributions import FloatDistribution
 
-    return float(value) if isinstance(domain, FloatDistribution) and isinstance(value, int | float) else as_text(value)
+    return (
+        float(value)
+        if isinstance(domain, FloatDistribution) and isinstance(value, int | float)
+        else setting_text(value)
+    )
