@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
 MIN_GROUPS = 12
 """the smallest number of groups with a value for which an importance is given"""
+_ALIKE = "all settings have the same result, or nearly"
 
 
 def importance(groups: Sequence[Group], mode: Mode = "max") -> dict[str, float]:
     """The share of each varied setting by its dotted key, largest first; they add up to 1. It is deterministic.
 
     Raises:
-        ConfigError: too few groups, or settings that changed within a trial.
+        ConfigError: too few groups, settings that changed within a trial, or results that do not differ.
     """
     rated = [group for group in groups if group.values]
     varied = varied_settings(rated)
@@ -38,6 +39,8 @@ def importance(groups: Sequence[Group], mode: Mode = "max") -> dict[str, float]:
         raise ConfigError(f"{len(rated)} settings with a result are too few to tell: at least {MIN_GROUPS} are needed")
     if any(trial.origins for group in rated for trial in group.trials):
         raise ConfigError("settings changed within trials: no result belongs to one setting")
+    if len({group.mean for group in rated}) == 1:
+        raise ConfigError(_ALIKE)
     import optuna
     from optuna.importance import FanovaImportanceEvaluator, get_param_importances
 
@@ -47,7 +50,10 @@ def importance(groups: Sequence[Group], mode: Mode = "max") -> dict[str, float]:
     for group in rated:
         values = {key: _parameter(group.settings[key], domains[key]) for key in varied}
         study.add_trial(optuna.trial.create_trial(params=values, distributions=domains, value=group.mean))
-    return dict(get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0)))
+    try:
+        return dict(get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0)))
+    except RuntimeError:  # no tree of the forest has found a difference
+        raise ConfigError(_ALIKE) from None
 
 
 def varied_settings(groups: Sequence[Group]) -> list[str]:
