@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rlx.analysis.loading import Setting
 from rlx.analysis.statistics import Group
-from rlx.analysis.style import as_text
+from rlx.analysis.style import setting_text
 from rlx.config.errors import ConfigError
 from rlx.config.sweep import Mode
 
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
 MIN_GROUPS = 12
 """the smallest number of groups with a value for which an importance is given"""
+_ALIKE = "all settings have the same result, or nearly"
 
 
 def importance(groups: Sequence[Group], mode: Mode = "max") -> dict[str, float]:
     """The share of each varied setting by its dotted key, largest first; they add up to 1. It is deterministic.
 
     Raises:
-        ConfigError: too few groups, or settings that changed within a trial.
+        ConfigError: too few groups, settings that changed within a trial, or results that do not differ.
     """
     rated = [group for group in groups if group.values]
     varied = varied_settings(rated)
@@ -38,6 +39,8 @@ def importance(groups: Sequence[Group], mode: Mode = "max") -> dict[str, float]:
         raise ConfigError(f"{len(rated)} settings with a result are too few to tell: at least {MIN_GROUPS} are needed")
     if any(trial.origins for group in rated for trial in group.trials):
         raise ConfigError("settings changed within trials: no result belongs to one setting")
+    if len({group.mean for group in rated}) == 1:
+        raise ConfigError(_ALIKE)
     import optuna
     from optuna.importance import FanovaImportanceEvaluator, get_param_importances
 
@@ -47,7 +50,10 @@ def importance(groups: Sequence[Group], mode: Mode = "max") -> dict[str, float]:
     for group in rated:
         values = {key: _parameter(group.settings[key], domains[key]) for key in varied}
         study.add_trial(optuna.trial.create_trial(params=values, distributions=domains, value=group.mean))
-    return dict(get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0)))
+    try:
+        return dict(get_param_importances(study, evaluator=FanovaImportanceEvaluator(seed=0)))
+    except RuntimeError:  # no tree of the forest has found a difference
+        raise ConfigError(_ALIKE) from None
 
 
 def varied_settings(groups: Sequence[Group]) -> list[str]:
@@ -73,7 +79,7 @@ def _domain(values: Sequence[Setting]) -> BaseDistribution:
 
     as_numbers = numbers(values)
     if as_numbers is None:
-        return CategoricalDistribution(sorted({as_text(value) for value in values}))
+        return CategoricalDistribution(sorted({setting_text(value) for value in values}))
     return FloatDistribution(min(as_numbers), max(as_numbers), log=on_log_scale(as_numbers))
 
 
@@ -81,4 +87,8 @@ def _parameter(value: Setting, domain: BaseDistribution) -> float | str:
     """A value in the form that the domain accepts."""
     from optuna.distributions import FloatDistribution
 
-    return float(value) if isinstance(domain, FloatDistribution) and isinstance(value, int | float) else as_text(value)
+    return (
+        float(value)
+        if isinstance(domain, FloatDistribution) and isinstance(value, int | float)
+        else setting_text(value)
+    )

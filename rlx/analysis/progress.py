@@ -18,6 +18,7 @@ from rlx.analysis.comparison.rungs import curve_by_amount, rung_text, rungs_pass
 from rlx.analysis.loading import Sweep, Trial
 from rlx.analysis.statistics import final_value, has_ended, rank_trials
 from rlx.analysis.style import short_names
+from rlx.analysis.tables import with_settings
 from rlx.config.sweep import Mode
 
 
@@ -79,7 +80,7 @@ def rung_table(sweep: Sweep, metric: str, mode: Mode) -> pd.DataFrame:
         | {"final": final_value(trial, metric), "steps": trial.last_step, "stopped": trial.stopped_at}
         for trial in ranked
     ]
-    return pd.DataFrame(rows)
+    return with_settings(pd.DataFrame(rows), short_names(sweep.varied))
 
 
 def _at_rungs(sweep: Sweep, trial: Trial, metric: str, rungs: Sequence[int]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 _COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf")
@@ -32,15 +33,23 @@ def short_names(keys: Iterable[str]) -> list[str]:
 def settings_label(settings: Mapping[str, Any]) -> str:
     """Settings in one line: actor_lr 0.0001, epochs 2."""
     parts = zip(short_names(settings), settings.values(), strict=True)
-    return ", ".join(f"{name} {as_text(value)}" for name, value in parts) or "the one setting"
+    return ", ".join(f"{name} {setting_text(value)}" for name, value in parts) or "the one setting"
+
+
+def setting_text(value: Any) -> str:
+    """A setting in full, so that different ones look different: 0.9999 is not 1. Errors of rounding are left out."""
+    return as_text(value, 12)
 
 
 def as_text(value: Any, digits: int = 3) -> str:
     """A table cell or axis label: a number rounded to `digits`, integers and thousands in full, "-" for no value."""
-    if isinstance(value, str):
-        return value
-    if value is None or math.isnan(value):
+    if value is None:
         return "-"
-    if value == int(value) or abs(value) >= 1000:  # the format .3g turns 12345.67 into 1.23e+04
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}".replace("e-0", "e-")
+    if not isinstance(value, Real):
+        return str(value)
+    number = float(value)
+    if math.isnan(number):
+        return "-"
+    if number.is_integer() or abs(number) >= 10 ** max(digits, 3):  # the format .3g turns 12345.67 into 1.23e+04
+        return f"{number:,.0f}"
+    return f"{number:,.{digits}g}".replace("e-0", "e-")

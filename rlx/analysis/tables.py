@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from rlx.analysis.loading import Sweep, Trial
 from rlx.analysis.statistics import Group, best_value, final_value, rank_trials
-from rlx.analysis.style import as_text, short_names
+from rlx.analysis.style import as_text, setting_text, short_names
 from rlx.config.sweep import DEFAULT_METRIC, Mode
 from rlx.tracking.base import RunStatus
 from rlx.tracking.console import plain_console, table_text
@@ -22,6 +22,7 @@ from rlx.tracking.console import plain_console, table_text
 OPTIONAL_COLUMNS = ("tokens", "lowest", "highest", "seconds")
 """columns that a narrow terminal does not show, in the order in which they are dropped"""
 _UNLIMITED = 10_000  # characters
+_SETTINGS = "settings"  # among the attributes of a table: the names of the columns that are
 
 
 def group_table(groups: Sequence[Group]) -> pd.DataFrame:
@@ -37,7 +38,8 @@ def group_table(groups: Sequence[Group]) -> pd.DataFrame:
         | {"tokens": mean_tokens(group), "seconds": mean_seconds(group), "notes": _remarks(group.trials)}
         for rank, group in enumerate(groups, 1)
     ]
-    return pd.DataFrame(rows).drop(columns=[] if any(row["notes"] for row in rows) else "notes")
+    table = with_settings(pd.DataFrame(rows), names.values())
+    return table.drop(columns=[] if any(row["notes"] for row in rows) else "notes")
 
 
 def mean_tokens(group: Group) -> float:
@@ -63,7 +65,20 @@ def trial_table(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max") 
         | {"from": ", ".join(trial.origins)}
         for rank, trial in enumerate(rank_trials(sweep, metric, mode), 1)
     ]
-    return pd.DataFrame(rows)
+    return with_settings(pd.DataFrame(rows), short_names(sweep.varied))
+
+
+def with_settings(table: pd.DataFrame, columns: Iterable[str]) -> pd.DataFrame:
+    """The table, which knows that these columns are settings: `cell_texts` gives them in full."""
+    table.attrs[_SETTINGS] = [*columns]
+    return table
+
+
+def cell_texts(table: pd.DataFrame) -> list[list[str]]:
+    """The texts of a table by rows: settings in full, other numbers rounded."""
+    settings = table.attrs.get(_SETTINGS, [])
+    texts = [setting_text if column in settings else as_text for column in table]
+    return [[text(value) for text, value in zip(texts, row, strict=True)] for row in table.itertuples(index=False)]
 
 
 def format_table(table: pd.DataFrame, width: int | None = None) -> str:
@@ -89,8 +104,8 @@ def _rich_table(table: pd.DataFrame) -> Table:
     for column in table:
         is_number = pd.api.types.is_numeric_dtype(table[column])
         drawn.add_column(str(column), justify="right" if is_number else "left", no_wrap=is_number)
-    for row in table.itertuples(index=False):
-        drawn.add_row(*(as_text(value) for value in row))
+    for row in cell_texts(table):
+        drawn.add_row(*row)
     return drawn
 
 

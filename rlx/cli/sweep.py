@@ -367,7 +367,7 @@ def tracking_lines(plan: SweepPlan, storage: Storage) -> list[str]:
 
 
 def write_analysis(plan: SweepPlan, storage: Storage) -> None:
-    """Writes the analysis of a sweep, prints its table and which setting is best."""
+    """Prints the table of a sweep and which setting is best, then writes its analysis, without which these stay."""
     from rlx.analysis import loading, report, tables
     from rlx.analysis.comparison import cost
     from rlx.analysis.comparison.wording import sweep_verdict
@@ -382,12 +382,12 @@ def write_analysis(plan: SweepPlan, storage: Storage) -> None:
         folder = local_folder(plan.config.storage) / "analysis" / plan.name
         compared = report.comparisons(sweep, plan.metric, plan.mode)
         evidence = report.evidence_of(sweep, compared, plan.tracking_uri, plan.metric, plan.mode)
-        paths = report.write_report(sweep, folder, plan.tracking_uri, plan.metric, plan.mode, compared, evidence)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         if spent := cost.cost_line(sweep):
             print(spent)
         print(tables.format_table(tables.group_table(compared[report.SETTINGS]), width))
         print(sweep_verdict(compared[report.SETTINGS], evidence, plan.metric))
+        paths = report.write_report(sweep, folder, plan.tracking_uri, plan.metric, plan.mode, compared, evidence)
         print("\n".join(str(path) for path in paths))
     except Exception as error:  # each kind of MLflow store has its own errors
         print(f"no analysis: {one_line(error, 300)}; later: rlx analyze --sweep {plan.name}", file=sys.stderr)

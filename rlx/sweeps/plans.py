@@ -48,14 +48,16 @@ from rlx.sweeps.records import (
 )
 from rlx.sweeps.room import concurrency, total_trials
 from rlx.sweeps.schedulers.schedule import Schedule
-from rlx.sweeps.space import Space, check_resources, complete_settings, load_space
+from rlx.sweeps.space import Space, check_resources, complete_settings, load_space, values_of
 from rlx.sweeps.trainable import attempt_number, forgive, newest_attempt
 from rlx.tracking.services import mlflow
 from rlx.tracking.tracker import OutboxTracker
 
 _SPACE_FILE = "space.py"
 _PATIENCE_S = 10.0  # longest wait for the tracking service
-_TIMED_BY = ("model.path", "train.prompts_per_step", "train.samples_per_prompt", "rollout.max_tokens")
+_SIZES = ("train.prompts_per_step", "train.samples_per_prompt", "rollout.max_tokens")
+"""settings whose product is the most tokens of a step"""
+_TIMED_BY = ("model.path", *_SIZES)
 """settings on which the duration of a step and the length of its answers depend most"""
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -82,13 +84,13 @@ def check_sweep(plan: SweepPlan) -> SweepPlan:
         plan = _with_checkpoints_at_rungs(plan, space)
     search = searchers.searcher(plan.search, space, plan.trials, plan.config.seed)
     if not isinstance(search, searchers.ListSearch):
-        return _within_budget(plan, plan.trials)
+        return _within_budget(plan, space, plan.trials)
     for settings in search.settings:
         from_tree(with_overrides(plan.tree, complete_settings(space, settings)), f"--space {plan.space}")
-    return _within_budget(plan, len(search.settings))
+    return _within_budget(plan, space, len(search.settings))
 
 
-def _within_budget(plan: SweepPlan, trials: int) -> SweepPlan:
+def _within_budget(plan: SweepPlan, space: Space, trials: int) -> SweepPlan:
     """Returns a sweep with so many settings, or with as many as its budget pays for.
 
     Raises:
@@ -97,18 +99,22 @@ def _within_budget(plan: SweepPlan, trials: int) -> SweepPlan:
     if not plan.budget:
         return replace(plan, trials=trials)
     amount = Amount.of(plan.budget)
-    affordable = amount.affords(planned_cost(replace(plan, trials=1)))
+    affordable = amount.affords(planned_cost(replace(plan, trials=1), space))
     if plan.search == "grid" and affordable < trials:
         raise ConfigError(f"--budget {plan.budget} pays for {affordable} settings, the grid has {trials}")
     return replace(plan, trials=min(trials, affordable))
 
 
-def planned_cost(plan: SweepPlan) -> Cost:
-    """Returns what all trials of a sweep cost at most, with all seeds that a race may add."""
-    train = plan.config.train
-    seconds = _newest_step(plan) if plan.gpus else math.nan
-    completions = train.prompts_per_step * train.samples_per_prompt
-    run = run_cost(train.steps, completions, plan.config.rollout.max_tokens, plan.gpus, seconds)
+def planned_cost(plan: SweepPlan, space: Space) -> Cost:
+    """Returns what all trials of a sweep cost at most, with all seeds that a race may add.
+
+    Each trial counts as one with the largest numbers of the space; a step takes so much longer as it has more tokens.
+    """
+    own = {key: flatten(plan.config)[key] for key in _SIZES}
+    prompts, samples, tokens = most = [max(map(int, values_of(space, key, value))) for key, value in own.items()]
+    longer = max(1.0, math.prod(most) / math.prod(own.values()))
+    seconds = longer * _newest_step(plan) if plan.gpus else math.nan
+    run = run_cost(plan.config.train.steps, prompts * samples, tokens, plan.gpus, seconds)
     return run.times(plan.trials * (plan.max_seeds or plan.seeds))
 
 
@@ -128,7 +134,7 @@ def _newest_step(plan: SweepPlan) -> float:
 def prospects(plan: SweepPlan) -> list[str]:
     """Returns what a sweep costs and what it can show, in a few lines."""
     budget = f" of a budget of {plan.budget}" if plan.budget else ""
-    lines = [f"at most {planned_cost(plan)}{budget}"]
+    lines = [f"at most {planned_cost(plan, load_space(plan.space, plan.tree))}{budget}"]
     judged = Judged.of(plan.metric)
     evaluation = plan.config.eval
     own = [each.num_prompts for each in evaluation.sets if judged and each.name == judged.name and each.num_prompts]
@@ -142,11 +148,12 @@ def prospects(plan: SweepPlan) -> list[str]:
 
 
 def _with_metric(plan: SweepPlan) -> SweepPlan:
-    """Returns a sweep whose trials keep their best checkpoints by its metric, unless its settings say by which."""
-    if plan.metric == DEFAULT_METRIC:
+    """Returns a sweep whose trials keep their best checkpoints by its metric, unless its settings say which are."""
+    best = {"best_by": plan.metric, "best_mode": plan.mode}
+    given = plan.tree.get("checkpoint", {})
+    if plan.metric == DEFAULT_METRIC or best.keys() & given.keys():  # the mode is of a metric
         return plan
-    checkpoint = {"best_by": plan.metric, "best_mode": plan.mode} | plan.tree.get("checkpoint", {})
-    return replace(plan, tree=plan.tree | {"checkpoint": checkpoint})
+    return replace(plan, tree=plan.tree | {"checkpoint": given | best})
 
 
 def _with_population(plan: SweepPlan, space: Space) -> SweepPlan:
@@ -228,7 +235,7 @@ def _create_mlflow_run(plan: SweepPlan, folder: Storage, space: Space) -> None:
     options = {key: getattr(plan, key) for key in ("search", "scheduler", "seeds", "metric", "mode", *of_race)}
     options |= {"budget": plan.budget} if plan.budget else {}
     options |= {"rung_by": plan.rung_by} if plan.rung_by != "steps" else {}
-    planned = planned_cost(plan)._asdict() | {"gpus": plan.gpus}
+    planned = planned_cost(plan, space)._asdict() | {"gpus": plan.gpus}
     with record_of(plan, folder) as record:
         record.open(
             plan.config.tracking.experiment,

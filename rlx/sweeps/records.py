@@ -131,7 +131,7 @@ def refuse_existing(folder: Storage) -> None:
 class TrialRecord(BaseModel):
     """What is kept of a trial."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")  # null could not be read back
 
     settings: dict[str, Any]
     state: TrialState = TrialState.OPEN

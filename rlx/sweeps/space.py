@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic_core import to_jsonable_python
 from ray import cloudpickle
 from ray.tune.search.sample import Categorical, Domain, Float, Function, Integer, Quantized
 
@@ -124,6 +125,24 @@ def extremes(domain: Any) -> list[Any]:
     if isinstance(domain, dict) and "grid_search" in domain:
         return list(domain["grid_search"])
     return [domain]
+
+
+def values_of(space: Space, key: str, default: Any) -> list[Any]:
+    """The `extremes` of a setting that trials may have; the default alone where the space does not vary it."""
+    return extremes(space[key]) if key in space else [default]
+
+
+def may_have(domain: Any, value: Any) -> bool:
+    """Whether a trial can have a value of a domain, which a record in JSON may have kept: tuples are lists there."""
+    if isinstance(domain, Integer | Float):
+        low, high = extremes(domain)
+        return isinstance(value, int | float) and bool(low <= value <= high)
+    return _from_json(value) in map(_from_json, extremes(domain))
+
+
+def _from_json(value: Any) -> Any:
+    """A value as JSON brings it back."""
+    return to_jsonable_python(value, fallback=lambda number: number.item())  # of NumPy
 
 
 def last(domain: Integer) -> int:

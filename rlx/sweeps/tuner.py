@@ -36,7 +36,7 @@ from rlx.sweeps.room import NeededModel, Room, most_at_once, total_trials
 from rlx.sweeps.schedulers.by_name import SCHEDULERS
 from rlx.sweeps.schedulers.race import Race
 from rlx.sweeps.schedulers.racing import RaceScheduler
-from rlx.sweeps.space import Space, extremes, load_space
+from rlx.sweeps.space import Space, load_space, may_have, values_of
 from rlx.sweeps.trainable import SharedInputs, attempt_number, newest_attempt, trainable
 from rlx.sweeps.trial_source import TrialOptions, TrialSource
 from rlx.sweeps.verdict import race_lines
@@ -208,7 +208,7 @@ def _check_settings(known: Mapping[str, TrialRecord], space: Space, folder: Stor
         if others := set(record.settings) - {*space, "seed"}:
             raise ConfigError(f"{damaged} vary {min(others)}")
         for key in set(record.settings) & set(run_folder.POWERFUL):
-            if record.settings[key] not in extremes(space[key]):
+            if not may_have(space[key], record.settings[key]):
                 raise ConfigError(f"{damaged} have {key} {record.settings[key]!r}")
 
 
@@ -238,7 +238,7 @@ def _prompts_of(data: DataConfig, judged: EvalConfig, space: Space) -> Iterator[
     """Gives the addresses of prompts that trials may read, with the settings that name them."""
     single = {"data.source": data.source, "data.ptx_source": data.ptx_source, "eval.source": judged.source}
     for setting, default in single.items():
-        yield from ((setting, str(address)) for address in _choices(space, setting, default) if address)
+        yield from ((setting, str(address)) for address in values_of(space, setting, default) if address)
     for number, each in enumerate(data.sources):
         setting = data.setting_of(number)
         several = {setting: each.source, held_out_setting(setting): each.held_out}
@@ -249,19 +249,14 @@ def _prompts_of(data: DataConfig, judged: EvalConfig, space: Space) -> Iterator[
 def models_of(plan: SweepPlan, space: Space) -> list[NeededModel]:
     """Returns the models that trials need: first the policies to start with, then critics and reward models."""
     config = plan.config
-    policies = [str(path) for path in _choices(space, "model.path", config.model.path)]
+    policies = [str(path) for path in values_of(space, "model.path", config.model.path)]
     needed = [NeededModel(preflight.model_folder(path, config.storage), "model.path") for path in policies]
     defaults = {"model.critic_path": config.model.critic_path, "model.reference_path": config.model.reference_path}
     for setting, default in defaults.items():
-        given = [str(path) for path in _choices(space, setting, default) if path]
+        given = [str(path) for path in values_of(space, setting, default) if path]
         needed += [NeededModel(preflight.model_folder(path, config.storage), setting) for path in given]
-    rewards = _choices(space, "reward.model", config.reward.model)
+    rewards = values_of(space, "reward.model", config.reward.model)
     return [*needed, *(NeededModel(str(path), "reward.model") for path in rewards if path)]
-
-
-def _choices(space: Space, key: str, default: str | None) -> list[Any]:
-    """Returns the values of a setting that trials may have."""
-    return extremes(space[key]) if key in space else [default]
 
 
 def _trial_source(

@@ -138,13 +138,22 @@ def test_runs_of_one_seed_without_questions_have_no_interval_to_show() -> None:
 
 def test_the_figure_of_pairs_says_who_may_be_as_good(found: Found) -> None:
     _, groups, evidence = found
-    ranks = {group.label: rank for rank, group in enumerate(groups, 1)}
+    ranks = {group: rank for rank, group in enumerate(groups, 1)}
     sure = comparison_figures.paired_gaps(evidence.gaps, ranks)
     assert [(trace.name, list(trace.y)) for trace in sure.data] == [
         ("more than chance", ["2  actor_lr 0.5", "3  actor_lr 0.2"])
     ]
     assert all(array > 0 for array in sure.data[0].error_x.array)
     assert sure.data[0].showlegend  # plotly leaves out the name of the only one otherwise
+
+
+def test_settings_of_one_label_have_their_own_ranks(found: Found) -> None:
+    _, groups, evidence = found
+    alike = [replace(group, label="alike") for group in groups]
+    gaps = [replace(gap, second=second) for gap, second in zip(evidence.gaps, alike[1:], strict=True)]
+    section = comparison_sections.paired(alike, replace(evidence, gaps=gaps))[0]
+    assert section.figure is not None
+    assert list(section.figure.data[0].y) == ["2  alike", "3  alike"]
 
 
 def test_the_race_is_drawn_rung_by_rung_with_its_lines(found: Found) -> None:

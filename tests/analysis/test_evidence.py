@@ -29,6 +29,7 @@ from rlx.analysis.statistics import group_trials
 from rlx.cli.sweep import write_analysis
 from rlx.config.sweep import DEFAULT_METRIC
 from rlx.storage.addresses import open_storage
+from rlx.storage.filesystem import StorageError
 from rlx.tracking import outbox
 from rlx.tracking.services import mlflow
 
@@ -141,6 +142,7 @@ def test_a_metric_names_its_set_of_questions() -> None:
     assert Judged.of("eval/aime/pass_at_4") == ("aime", "pass_at_4")
     assert Judged.of("eval/ema/accuracy") == ("ema", "accuracy")
     assert Judged.of("kl/ref") is Judged.of("eval/a/b/c") is None
+    assert Judged.of("eval/accuracy/web") is Judged.of("eval/reward/web") is None  # nothing is kept of a source alone
 
 
 def test_the_spread_is_that_of_the_pairs(uri: str) -> None:
@@ -216,16 +218,36 @@ def test_with_one_seed_nothing_is_said_of_settings(uri: str) -> None:
     assert "speaks of these two runs" in gap_sentence(sure.gaps[1])
 
 
-def test_a_sweep_ends_with_what_it_proves(
+def ended(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+) -> tuple[str, str]:
+    """What the end of the sweep `judged` prints: output and errors."""
     tracked = SimpleNamespace(tracking=SimpleNamespace(experiment="rlx"), storage=str(tmp_path))
     plan: Any = SimpleNamespace(name="judged", tracking_uri=uri, config=tracked, metric=DEFAULT_METRIC, mode="max")
     monkeypatch.setattr(outbox, "run_id", lambda folder: "")
     write_analysis(plan, open_storage(str(tmp_path)))
+    out, err = capsys.readouterr()
+    return out, err
+
+
+def test_a_sweep_ends_with_what_it_proves(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     groups = loaded(uri)[1]
     verdict = sweep_verdict(groups, weigh(uri, groups, DEFAULT_METRIC, "max"), DEFAULT_METRIC)
-    assert f"\n{verdict}\n" in capsys.readouterr().out
+    assert f"\n{verdict}\n" in ended(uri, tmp_path, monkeypatch, capsys)[0]
+
+
+def test_a_sweep_whose_analysis_cannot_be_written_ends_with_what_it_proves(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr(report, "write_report", fail)
+    out, err = ended(uri, tmp_path, monkeypatch, capsys)
+    assert "| rank | actor_lr " in out and " is ahead of actor_lr 0.0002 by " in out
+    assert err == "no analysis: the disk is full; later: rlx analyze --sweep judged\n"
 
 
 def test_numbers_are_kept_for_other_programs(uri: str) -> None:

@@ -92,6 +92,12 @@ def test_curves_are_means_by_step_with_bands_for_the_best() -> None:
     assert figure.data[-1].name == best.name  # on top
 
 
+def test_marks_of_settings_that_nearly_agree_differ() -> None:
+    marks = {"tickvals": [0.9999, 0.99995], "ticktext": ["0.9999", "0.99995"]}
+    assert layout.setting_axis([0.9999, 0.99995]).items() >= marks.items()
+    assert layout.dimension("ema_decay", [0.9999, 0.99995]).items() >= marks.items()
+
+
 def test_parallel_coordinates_pass_through_each_value_on_its_scale() -> None:
     (lines,) = figures.parallel_coordinates(settings_of(), DEFAULT_METRIC).data
     lr, kind, epochs, metric = lines.dimensions

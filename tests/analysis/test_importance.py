@@ -1,5 +1,6 @@
 """The importance of two settings of which one decides the result."""
 
+import optuna
 import pytest
 from sweep_cases import sweep, trial
 
@@ -41,6 +42,21 @@ def test_settings_without_a_result_do_not_count() -> None:
         importance(settings_of(MIN_GROUPS - 1))
     with pytest.raises(ConfigError, match=r"^0 settings with a result"):
         importance(settings_of(status="RUNNING"))
+
+
+def test_results_that_do_not_differ_are_refused() -> None:
+    alike = sweep(*(trial(i, {LR: 10.0 ** (i / 4 - 5)}, {9: 0.5}) for i in range(MIN_GROUPS)))
+    with pytest.raises(ConfigError, match=r"^all settings have the same result, or nearly$"):
+        importance(group_trials(alike))
+
+
+def test_a_forest_without_differences_gives_no_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("Encountered zero total variance in all trees.")
+
+    monkeypatch.setattr(optuna.importance, "get_param_importances", fail)
+    with pytest.raises(ConfigError, match=r"^all settings have the same result, or nearly$"):
+        importance(settings_of())
 
 
 def test_settings_that_changed_within_a_trial_are_refused() -> None:

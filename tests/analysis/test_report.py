@@ -207,7 +207,7 @@ def test_values_and_sweeps_are_compared_on_request(uri: str, tmp_path: Path) -> 
     more = {f"{name}.{kind}" for name in (f"by_{KIND}", "against_wide") for kind in ("md", "png")}
     assert {path.name for path in paths} == ALWAYS | {"best.yaml"} | more
     html = (tmp_path / "analysis.html").read_text()
-    assert "actor_lr 0.0205 differ by 0.25 on one seed: no interval." in html.replace("wide: ", "")
+    assert "actor_lr 0.02048 differ by 0.25 on one seed: no interval." in html.replace("wide: ", "")
     assert {f"Compared by {KIND}", "Compared against wide"} < set(headings(html))
     bests = report.comparisons(loaded, by=None, against=other)["against wide"]
     assert [(best.settings["sweep"], best.mean) for best in bests] == [

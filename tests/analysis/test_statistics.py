@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -300,6 +301,31 @@ def test_a_narrow_terminal_goes_without_the_least_important(width: int, left_out
 )
 def test_numbers_as_text(value: float | None, text: str) -> None:
     assert style.as_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.9999, "0.9999"),
+        (0.99995, "0.99995"),
+        (1.0, "1"),
+        (1234.5, "1,234.5"),
+        (1e-5, "1e-5"),
+        (0.1 + 0.2, "0.3"),
+        (None, "-"),
+        ([{"source": "a.jsonl"}], "[{'source': 'a.jsonl'}]"),
+    ],
+)
+def test_settings_are_given_in_full(value: Any, text: str) -> None:
+    assert style.settings_label({"train.ema_decay": value}) == f"ema_decay {text}"
+
+
+def test_settings_that_nearly_agree_differ_in_tables_and_metrics_are_rounded() -> None:
+    decays = [0.9999, 0.99995]
+    near = sweep(*(trial(i, {"train.ema_decay": decay}, {5: 0.123456}) for i, decay in enumerate(decays)))
+    for table in (tables.group_table(group_trials(near)), tables.trial_table(near)):
+        text = tables.format_table(table)
+        assert all(each in text for each in ("0.9999 ", "0.99995 ", "0.123 ")) and "0.1234" not in text
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from replay_cases import evaluated, keep, run_of, with_score
 
 from rlx.cli.timemachine import branched_sweep, pairing, running, whatif
 from rlx.config.errors import ConfigError
+from rlx.config.sweep import DEFAULT_METRIC
 from rlx.replay import pairs, recorded
 from rlx.storage.addresses import open_storage
 
@@ -126,6 +127,7 @@ def test_trials_of_a_branched_sweep_end_where_the_control_can_be_compared(tmp_pa
     control, _ = pairs.pair_of(run, 10, 6, {})
     tree = branched_sweep.trials_tree(control, "b")
     assert (tree["name"], tree["train"]["steps"], tree["checkpoint"]["init_state"]) == ("b", 16, "all")
+    assert not {"best_by", "best_mode"} & tree["checkpoint"].keys()  # the metric of the sweep decides
     with pytest.raises(ConfigError, match=r"trials end at step 15: branch to a multiple of eval.every \(4\)"):
         branched_sweep.trials_tree(pairs.pair_of(run, 10, 5, {})[0], "b")
     assert branched_sweep.trials_tree(pairs.pair_of(run, 20, 10, {})[0], "b")["train"]["steps"] == 30
@@ -160,6 +162,12 @@ def test_a_sweep_that_cannot_be_is_refused_before_its_control_runs(
     arguments = ["a@10", "--storage", str(tmp_path), "--steps", "6", "--space", str(tmp_path / "space.py")]
     assert whatif.main([*arguments, *words]) == 1
     assert line in capsys.readouterr().err
+
+
+def test_trials_of_a_branched_sweep_keep_the_best_checkpoint_that_the_run_has_chosen(tmp_path: Path) -> None:
+    control, _ = pairs.pair_of(run_of(tmp_path, eval__every=4, checkpoint__best_mode="min"), 10, 6, {})
+    kept = branched_sweep.trials_tree(control, "b")["checkpoint"]
+    assert (kept["best_by"], kept["best_mode"]) == (DEFAULT_METRIC, "min")
 
 
 def test_each_trial_is_compared_with_the_control(tmp_path: Path) -> None:

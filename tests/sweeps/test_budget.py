@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray import tune
 from sweep_cases import Run, log_sweep, sweep, trial
 
 from rlx.analysis.comparison.cost import cost_line
@@ -38,8 +39,17 @@ def with_budget(plan: SweepPlan, budget: str, **more: Any) -> SweepPlan:
 
 
 def test_a_plan_costs_what_its_runs_cost_at_most(plan: SweepPlan) -> None:
-    assert plans.planned_cost(plan) == (240, 19200, 0)
-    assert plans.planned_cost(replace(plan, max_seeds=5)).steps == 400
+    assert plans.planned_cost(plan, {}) == (240, 19200, 0)
+    assert plans.planned_cost(replace(plan, max_seeds=5), {}).steps == 400
+
+
+def test_each_trial_costs_at_most_what_the_largest_numbers_of_the_space_do(plan: SweepPlan) -> None:
+    sizes = {"train.samples_per_prompt": tune.choice([2, 8]), "rollout.max_tokens": tune.randint(5, 21)}
+    assert plans.planned_cost(plan, sizes).tokens == 240 * (4 * 8) * 20
+    varied = "from ray import tune\ndef space():\n    return {'train.prompts_per_step': tune.choice([8, 16])}\n"
+    Path(plan.space).write_text(varied)
+    assert with_budget(plan, "30ktokens").trials == 1  # each at most 60 steps with 16 x 2 answers of 10 tokens
+    assert plans.prospects(plan)[0] == "at most 240 steps, 76,800 tokens"
 
 
 def test_as_many_settings_are_tried_as_the_budget_pays_for(plan: SweepPlan) -> None:
@@ -61,10 +71,12 @@ def test_gpu_hours_need_a_run_that_has_told_how_long_a_step_takes(plan: SweepPla
     gpus = with_gpus.resources.total()["GPU"]
     with pytest.raises(ConfigError, match=r"no run of this model has told yet how long a step takes$"):
         with_budget(with_gpus, "8gpu-h")
-    assert math.isnan(plans.planned_cost(with_gpus).gpu_seconds)
+    assert math.isnan(plans.planned_cost(with_gpus, {}).gpu_seconds)
     own = {f"{section}.{key}": value for section in ("train", "rollout") for key, value in plan.tree[section].items()}
     log_sweep(plan.tracking_uri, "before", [Run(own, {0: 0.1, 4: 0.5})], [])  # two seconds a step
-    assert plans.planned_cost(with_gpus).gpu_seconds == 240 * 2 * gpus
+    assert plans.planned_cost(with_gpus, {}).gpu_seconds == 240 * 2 * gpus
+    twice = {"rollout.max_tokens": tune.choice([5, 20])}
+    assert plans.planned_cost(with_gpus, twice).gpu_seconds == 240 * 4 * gpus
     assert with_budget(with_gpus, f"{round(3 * 60 * 2 * gpus)}gpu-s").trials == 3
 
 
@@ -74,7 +86,8 @@ def test_a_plan_says_what_it_costs_and_shows(plan: SweepPlan) -> None:
     assert shows.startswith("3 seeds and 256 questions can show a difference of 0.1 in four of five sweeps (an ass")
     assert "5 seeds: " in more
     assert questions == "at most 256 questions: one that repeats counts once, and fewer show less"
-    assert len(plans.prospects(replace(plan, metric="eval/reward"))) == 1  # of which nothing is known
+    for unknown in ("eval/reward", "eval/accuracy/web"):  # of all questions, and of those of one source
+        assert len(plans.prospects(replace(plan, metric=unknown))) == 1
 
 
 def test_a_plan_knows_how_settings_of_the_newest_sweep_differed(plan: SweepPlan, tmp_path: Path) -> None:
@@ -88,7 +101,7 @@ def test_a_plan_knows_how_settings_of_the_newest_sweep_differed(plan: SweepPlan,
 def test_the_end_says_what_was_spent_of_what_was_planned_at_the_start(plan: SweepPlan) -> None:
     ended = sweep(trial(0, {"train.actor_lr": 1.0}, {12: 0.5}))
     assert cost_line(ended) == ""  # of a sweep of before nothing was recorded
-    line = cost_line(replace(ended, planned=plans.planned_cost(plan)._asdict() | {"gpus": 0.0}))
+    line = cost_line(replace(ended, planned=plans.planned_cost(plan, {})._asdict() | {"gpus": 0.0}))
     assert line == "spent 12 steps, 1,200 tokens; planned at most 240 steps, 19,200 tokens: 5% of its steps"
 
 

@@ -1,6 +1,7 @@
 """Search spaces, and the settings that each search draws from them."""
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.sweep import DEFAULT_METRIC, SchedulerName, SearchName
 from rlx.sweeps.schedulers.by_name import SCHEDULERS
 from rlx.sweeps.searchers import ADAPTIVE, SEARCHES, ListSearch, searcher
-from rlx.sweeps.space import complete_settings, extremes, load_space
+from rlx.sweeps.space import complete_settings, extremes, load_space, may_have
 
 SHIPPED = Path(__file__).resolve().parents[2] / "search_spaces"
 RANGES = {"train.actor_lr": tune.loguniform(1e-5, 1e-3), "algorithm.gae_lambda": tune.uniform(0.0, 1.0)}
@@ -135,6 +136,25 @@ def test_a_range_is_checked_at_its_ends() -> None:
     assert extremes(tune.choice(["a", None])) == ["a", None]
     assert extremes(tune.grid_search([1, 2])) == [1, 2]
     assert extremes(0.3) == [0.3]
+
+
+@pytest.mark.parametrize(
+    ("domain", "held", "strange"),
+    [
+        (tune.uniform(1, 8), [1, 3.25, 8.0], [0.5, 8.1, math.nan, "3.25", None]),
+        (tune.loguniform(1e-3, 1.0), [0.02], [2.0]),
+        (tune.quniform(0.0, 1.0, 0.25), [0.5], [-0.25]),
+        (tune.randint(2, 5), [3, 4], [5]),
+        (tune.qrandint(2, 6, 2), [4, 6], [8]),
+        (tune.choice([({"name": "a", "tags": ("x", "y")},), None]), [[{"name": "a", "tags": ["x", "y"]}], None], [[]]),
+        (tune.choice([np.int64(3), 5]), [3, 5], [4]),
+        (tune.grid_search([(1, 2)]), [[1, 2], (1, 2)], [[2, 1]]),
+        (("one", "two"), [["one", "two"]], ["one"]),
+    ],
+)
+def test_what_a_record_says_is_compared_with_the_whole_domain(domain: Any, held: list[Any], strange: list[Any]) -> None:
+    assert all(may_have(domain, json.loads(json.dumps(value))) for value in held)
+    assert not any(may_have(domain, value) for value in strange)
 
 
 def test_a_trials_settings_are_what_was_drawn_to_four_digits_and_the_constants() -> None:

@@ -98,7 +98,13 @@ def test_trials_share_their_resources(
 
 
 @pytest.mark.parametrize(
-    ("given", "best"), [({}, ("eval/length", "min")), ({"best_by": "kl/ref", "best_mode": "max"}, ("kl/ref", "max"))]
+    ("given", "best"),
+    [
+        ({}, ("eval/length", "min")),
+        ({"best_by": "kl/ref", "best_mode": "max"}, ("kl/ref", "max")),
+        ({"best_by": "eval/accuracy"}, ("eval/accuracy", "max")),  # not the worst one
+        ({"best_mode": "max"}, ("eval/accuracy", "max")),
+    ],
 )
 def test_the_best_checkpoints_are_by_the_metric_of_the_sweep(
     given: dict[str, Any], best: tuple[str, str], tmp_path: Path
@@ -219,10 +225,14 @@ def test_an_edited_plan_is_damaged(change: dict[str, Any], tmp_path: Path) -> No
         ({"model.path": "evil"}, "the sweep does not vary model.path"),
         ({"reward.functions": {"evil:f": 1.0}}, r"the sweep does not have reward.functions \{'evil:f': 1.0\}"),
         ({"reward.functions": {"task": 1.0}, "seed": 3}, None),
+        ({"reward.timeout_s": 3.25, "data.sources": [{"source": "a.jsonl"}]}, None),
+        ({"reward.timeout_s": 9.5}, r"the sweep does not have reward.timeout_s 9.5"),
     ],
 )
 def test_a_trial_has_only_settings_of_the_sweep(settings: dict[str, Any], said: str | None, tmp_path: Path) -> None:
-    known, space = {"trial_00000": TrialRecord(settings=settings)}, {"reward.functions": tune.choice([{"task": 1.0}])}
+    known = {"trial_00000": TrialRecord(settings=settings)}
+    space = {"reward.functions": tune.choice([{"task": 1.0}]), "reward.timeout_s": tune.uniform(1, 8)}
+    space["data.sources"] = tune.choice([({"source": "a.jsonl"},)])
     with pytest.raises(ConfigError, match=said) if said else nullcontext():
         tuner._check_settings(known, space, open_storage(str(tmp_path)))
 

@@ -1,5 +1,6 @@
 """Trials of a sweep as Tune is given them: numbers, seeds, records, and what a resumed sweep does with those."""
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -150,6 +151,12 @@ def test_no_record_is_lost_while_the_storage_is_away(folder: Storage, monkeypatc
 
 def test_a_sweep_without_trials_has_no_records(folder: Storage) -> None:
     assert TrialRecords(folder).all() == {}
+
+
+def test_a_metric_that_is_no_number_is_read_back(folder: Storage) -> None:
+    write(folder, "trial_00000", TrialRecord(settings={}, reports=[(2, math.inf), (4, math.nan)]))
+    (_, infinite), (_, unknown) = TrialRecords(folder).read("trial_00000").reports
+    assert math.isinf(infinite) and math.isnan(unknown)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"state": "open"}', '{"settings": {}, "state": "lost"}', '{"x": 1}'])

@@ -26,6 +26,7 @@ from rlx.storage.filesystem import Storage, StorageError
 from rlx.tracking.services import mlflow
 
 _TOLERANCE = 1e-6  # between the mean over a file's questions and the value that was logged
+_PLAIN = ("accuracy", "reward", "length")  # of the held-out questions; before the name of a source, of its alone
 WHOLE = "all questions"
 """the one question of a run that has kept nothing but the mean over all of them"""
 
@@ -38,9 +39,9 @@ class Judged(NamedTuple):
 
     @classmethod
     def of(cls, metric: str) -> Judged | None:
-        """None for a metric that is no evaluation's."""
+        """None for a metric that is no evaluation's, or only that of the questions of one source."""
         parts = metric.split("/")
-        if parts[0] != "eval" or len(parts) not in (2, 3):
+        if parts[0] != "eval" or len(parts) not in (2, 3) or (len(parts) == 3 and parts[1] in _PLAIN):
             return None
         names = {"ema": AVERAGED}
         return cls(HELD_OUT if len(parts) == 2 else names.get(parts[1], parts[1]), parts[-1])

@@ -17,6 +17,7 @@ from rlx.analysis.comparison.wording import interval_text
 from rlx.analysis.loading import Trial
 from rlx.analysis.page.layout import count_legend_lines, styled
 from rlx.analysis.page.trial_figures import described
+from rlx.analysis.statistics import Group
 from rlx.analysis.style import NUM_NAMED, colors
 from rlx.config.sweep import RungUnit
 
@@ -24,13 +25,13 @@ _BLUE, _GREY, _RED = "#1f4e79", "#8a97a6", "#b5483a"
 _MOST_WIDE = 4  # times the largest difference, an interval is drawn
 
 
-def paired_gaps(gaps: Sequence[PairedGap], ranks: Mapping[str, int]) -> go.Figure:
+def paired_gaps(gaps: Sequence[PairedGap], ranks: Mapping[Group, int]) -> go.Figure:
     """Shows how far each setting is behind the best one; the zero line is the best itself.
 
     The color tells whether that is more than chance (of all comparisons together, Holm), which is nearly whether the
     interval (of this one alone, and lower by the luck) leaves out 0.
     """
-    labels = [f"{ranks[gap.second.label]}  {gap.second.label}" for gap in gaps]
+    labels = [f"{ranks[gap.second]}  {gap.second.label}" for gap in gaps]
     values = [gap.gap.value for gap in gaps]
     reach = _MOST_WIDE * max(max(map(abs, values)), 1e-9)
     above, below = ([_drawn(abs(gap.ends[side] - gap.gap.value), reach) for gap in gaps] for side in (1, 0))
@@ -61,16 +62,16 @@ def _drawn(width: float, reach: float) -> float | None:
     return None if math.isnan(width) else min(width, reach)
 
 
-def race(standings: Sequence[RungStanding], ranks: Mapping[str, int], unit: RungUnit = "steps") -> go.Figure:
+def race(standings: Sequence[RungStanding], ranks: Mapping[Group, int], unit: RungUnit = "steps") -> go.Figure:
     """Shows how far each setting was behind the best of the others at each rung; a cross is its last one, if it was
     stopped there."""
-    groups = sorted({standing.group for standing in standings}, key=lambda group: ranks[group.label])
+    groups = sorted({standing.group for standing in standings}, key=lambda group: ranks[group])
     figure, tints = go.Figure(), dict(zip(groups, colors(len(groups)), strict=True))
     rungs = sorted({standing.at for standing in standings})
     apart = {group: 0.5 * (place / max(1, len(groups) - 1) - 0.5) for place, group in enumerate(groups)}
     for group in reversed(groups):
         own = [standing for standing in standings if standing.group is group]
-        name, is_named = f"{ranks[group.label]}  {group.label}", groups.index(group) < NUM_NAMED
+        name, is_named = f"{ranks[group]}  {group.label}", groups.index(group) < NUM_NAMED
         figure.add_scatter(
             x=[rungs.index(standing.at) + apart[group] for standing in own],
             y=[standing.behind for standing in own],
@@ -80,7 +81,7 @@ def race(standings: Sequence[RungStanding], ranks: Mapping[str, int], unit: Rung
             line={"color": tints[group], "width": 2 if is_named else 1},
             marker={"size": 9, "symbol": ["x" if standing.is_out else "circle" for standing in own]},
             name=name,
-            legendrank=ranks[group.label],
+            legendrank=ranks[group],
             showlegend=is_named,
         )
     figure.add_hline(0, line={"color": "#222", "width": 1})

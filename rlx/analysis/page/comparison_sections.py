@@ -115,6 +115,6 @@ def lineages(sweep: Sweep, metric: str) -> list[PageSection]:
     return [PageSection("Lineage", note, comparison_figures.lineage(sweep.trials, metric))]
 
 
-def _ranks(settings: Sequence[Group]) -> dict[str, int]:
-    """The rank of each setting by its label."""
-    return {group.label: rank for rank, group in enumerate(settings, 1)}
+def _ranks(settings: Sequence[Group]) -> dict[Group, int]:
+    """The rank of each setting."""
+    return {group: rank for rank, group in enumerate(settings, 1)}

@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from rlx.analysis.page.explorer import Explorer
-from rlx.analysis.style import as_text
+from rlx.analysis.tables import cell_texts
 
 _MIN_FILTERED = 3  # rows; a shorter table needs no filter
 
@@ -96,13 +96,12 @@ def _figure_html(figure: go.Figure, name: str) -> str:
 def _table(table: pd.DataFrame, links: Mapping[str, str]) -> _Table:
     kinds = ["number" if pd.api.types.is_numeric_dtype(table[column]) else "text" for column in table]
     rows = [
-        [_cell(value, kind, links) for value, kind in zip(row, kinds, strict=True)]
-        for row in table.itertuples(index=False)
+        [_cell(*cell, links) for cell in zip(row, kinds, texts, strict=True)]
+        for row, texts in zip(table.itertuples(index=False), cell_texts(table), strict=True)
     ]
     return _Table(list(zip(map(str, table.columns), kinds, strict=True)), rows, len(rows) >= _MIN_FILTERED)
 
 
-def _cell(value: Any, kind: str, links: Mapping[str, str]) -> _Cell:
-    text = as_text(value)
+def _cell(value: Any, kind: str, text: str, links: Mapping[str, str]) -> _Cell:
     key = repr(float(value)) if kind == "number" and not pd.isna(value) else ""
     return _Cell(text, kind, key, links.get(text))

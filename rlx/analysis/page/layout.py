@@ -15,10 +15,11 @@ import plotly.graph_objects as go
 from rlx.analysis.importance import numbers, on_log_scale
 from rlx.analysis.loading import Setting
 from rlx.analysis.statistics import Group
-from rlx.analysis.style import as_text
+from rlx.analysis.style import as_text, setting_text
 
 _MAX_MARKS = 6  # an axis shows every value of a setting that has at most this number of values
 _OVERLAP = 0.06  # marks that are closer than this share of the axis would overlap
+_CHOSEN_MARKS = {"tickformat": ".6~g"}  # of a setting's axis, whose marks plotly chooses
 _LEGEND_LINE = 24  # height in pixels
 _FONT = {"family": "system-ui, sans-serif", "size": 13, "color": "#222"}
 
@@ -54,10 +55,11 @@ def dimension(name: str, values: Sequence[Setting]) -> dict[str, Any]:
     """An axis of parallel coordinates. These know only linear axes, so texts and logarithms become numbers here."""
     as_numbers, marks = numbers(values), axis_marks(values)
     if as_numbers is None:
-        positions = [float(marks.index(as_text(value))) for value in values]
+        positions = [float(marks.index(setting_text(value))) for value in values]
         return {"label": name, "values": positions, "tickvals": list(range(len(marks))), "ticktext": marks}
     if _scale(values) == "linear":
-        return {"label": name, "values": as_numbers, "tickformat": ".3~g"} | ({"tickvals": marks} if marks else {})
+        written = {"tickvals": marks, "ticktext": [setting_text(mark) for mark in marks]} if marks else _CHOSEN_MARKS
+        return {"label": name, "values": as_numbers, **written}
     logarithms = [math.log10(value) for value in as_numbers]
     low, high = min(logarithms), max(logarithms)
     inner = [mark for mark in marks if _OVERLAP < (math.log10(mark) - low) / (high - low) < 1 - _OVERLAP]
@@ -72,8 +74,8 @@ def setting_axis(values: Sequence[Setting]) -> dict[str, Any]:
     if scale == "category":
         return {"type": scale, "categoryorder": "array", "categoryarray": marks}
     if not marks:
-        return {"type": scale, "tickformat": ".3~g"}
-    return {"type": scale, "tickvals": marks, "ticktext": [as_text(mark) for mark in marks]}
+        return {"type": scale, **_CHOSEN_MARKS}
+    return {"type": scale, "tickvals": marks, "ticktext": [setting_text(mark) for mark in marks]}
 
 
 def _scale(values: Sequence[Setting]) -> str:
@@ -90,7 +92,7 @@ def axis_marks(values: Sequence[Setting]) -> list[Any]:
     """
     as_numbers = numbers(values)
     if as_numbers is None:
-        return sorted({as_text(value) for value in values})
+        return sorted({setting_text(value) for value in values})
     distinct = sorted(set(as_numbers))
     is_logarithmic = on_log_scale(as_numbers)
     positions = [math.log10(value) for value in distinct] if is_logarithmic else distinct

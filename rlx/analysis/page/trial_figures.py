@@ -15,7 +15,7 @@ from rlx.analysis.loading import Sweep, Trial
 from rlx.analysis.page.layout import styled
 from rlx.analysis.progress import Finish, Rung
 from rlx.analysis.ranges import axis_range
-from rlx.analysis.style import as_text, short_names
+from rlx.analysis.style import settings_label
 from rlx.config.sweep import RungUnit
 
 _BLUE, _GREY, _RED = "#1f4e79", "#9db4cf", "#b5483a"
@@ -62,8 +62,7 @@ def stops(sweep: Sweep, rungs: Sequence[Rung], metric: str) -> go.Figure:
 
 def described(trial: Trial) -> str:
     """The name of a trial with its settings."""
-    settings = zip(short_names(trial.settings), trial.settings.values(), strict=True)
-    return f"{trial.name} ({', '.join(f'{name} {as_text(value)}' for name, value in settings)})"
+    return f"{trial.name} ({settings_label(trial.settings)})"
 
 
 def _look(is_stopped: bool, num_points: int) -> dict[str, Any]:

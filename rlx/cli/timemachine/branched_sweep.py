@@ -14,6 +14,7 @@ from rlx.cli.options import parse
 from rlx.cli.timemachine import pairing, running
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
+from rlx.config.sections.records import CheckpointConfig
 
 if TYPE_CHECKING:
     from rlx.replay.branches import Branch
@@ -77,7 +78,16 @@ def trials_tree(control: Branch, name: str) -> dict[str, Any]:
     if until != config.train.steps and (config.train.lr_schedule != "constant" or until % (config.eval.every or until)):
         end = f"eval.every ({config.eval.every}), or to the end of the run ({config.train.steps})"
         raise ConfigError(f"--steps: trials end at step {until}: branch to a multiple of {end}")
-    return with_overrides(tree, {"name": name, "storage": control.run.storage, "train.steps": until})
+    shared = with_overrides(tree, {"name": name, "storage": control.run.storage, "train.steps": until})
+    return _without_default_best(shared, config.checkpoint)
+
+
+def _without_default_best(tree: dict[str, Any], checkpoint: CheckpointConfig) -> dict[str, Any]:
+    """Returns the settings of a run without those of its best checkpoint, unless the run has chosen some itself."""
+    names = ("best_by", "best_mode")
+    if any(getattr(checkpoint, name) != CheckpointConfig.model_fields[name].default for name in names):
+        return tree
+    return tree | {"checkpoint": {key: value for key, value in tree["checkpoint"].items() if key not in names}}
 
 
 def check_space(space: str, tree: dict[str, Any]) -> None:
