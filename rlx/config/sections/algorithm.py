@@ -199,7 +199,8 @@ class AlgorithmConfig(ScheduledSection):
     """subtract the running mean of all rewards trained on so far and divide by their standard deviation, before
     clipping"""
     missing_eos_penalty: NonNegativeFloat = 0.0
-    """subtracted from the reward of a response that reaches rollout.max_tokens without ending"""
+    """subtracted from the reward of a response that reaches rollout.max_tokens without ending, or of an episode that
+    reaches environment.max_turns"""
     overlong_buffer: NonNegativeInt | None = None
     """number of tokens before rollout.max_tokens over which the soft overlong penalty rises from 0; 0: no penalty;
     unset: a fifth of rollout.max_tokens with dapo, otherwise 0"""
@@ -207,8 +208,8 @@ class AlgorithmConfig(ScheduledSection):
     """soft overlong penalty at rollout.max_tokens, subtracted from the reward; unset: 1, dapo 0.5, half of what lies
     between a wrong answer (0) and a right one (1), as in its paper, where these score -1 and 1 and the penalty is 1"""
     mask_truncated: bool = False
-    """leave responses that reach rollout.max_tokens without ending out of the losses; their rewards still count where
-    completions of a prompt are compared (overlong filtering)"""
+    """leave responses that reach rollout.max_tokens without ending, and episodes that reach environment.max_turns, out
+    of the losses; their rewards still count where completions of a prompt are compared (overlong filtering)"""
     filter_groups: bool = Field(default_factory=lambda given: _default_estimator(given).filter_groups)
     """replace prompts whose completions are all alike by new ones (DAPO's dynamic sampling); unset: true with dapo"""
     filter_by: FilterBy = Field(default_factory=lambda given: _default_estimator(given).filter_by)
