@@ -111,12 +111,13 @@ def which(run: str, step: str | None) -> str:
     """Returns RUN and --checkpoint as one name.
 
     Raises:
-        ConfigError: both are given, but RUN names a checkpoint already; a URI always has to.
+        ConfigError: both are given, but RUN names a checkpoint already.
     """
     if step is None:
         return run
-    if "@" in run or "://" in run or checkpoint_catalog.is_checkpoint_name(Path(run).name):
-        raise ConfigError(f"--checkpoint {step} needs a run's name or folder: {run} names a checkpoint, or has to")
+    folder = run.partition("?")[0]
+    if "@" in run.rpartition("/")[2] or checkpoint_catalog.is_checkpoint_name(Path(folder).name):
+        raise ConfigError(f"--checkpoint {step} needs a run's name, folder or address: {run} names a checkpoint")
     return f"{run}@{step}"
 
 

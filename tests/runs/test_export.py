@@ -280,6 +280,8 @@ def test_a_checkpoint_on_s3(made: Make, bucket: str, tmp_path: Path) -> None:
     fs.copy_files(str(one.folder), f"{place.path}/runs/untied", destination_filesystem=place.filesystem)
     assert call("untied@best", "--storage", bucket, "--out", str(tmp_path / "out")) == 0
     assert_as_trained(tmp_path / "out", one)
+    assert call(f"{bucket}/runs/untied", "--checkpoint", "best", "--out", str(tmp_path / "again")) == 0
+    assert_as_trained(tmp_path / "again", one)
 
 
 # --- refused
@@ -309,7 +311,7 @@ def refused(made: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> R
         (["tyed"], "no run 'tyed' in .*/runs; nearest: tied"),
         (["tied@7"], "no checkpoint 7 in .*/tied, there are newest, best, step_000003"),
         (["tied", "--checkpoint", "bst"], "no checkpoint bst in .*; nearest: best"),
-        (["tied@3", "--checkpoint", "best"], "--checkpoint best needs a run's name or folder: tied@3 names a"),
+        (["tied@3", "--checkpoint", "best"], "--checkpoint best needs a run's name, folder or address: tied@3 names a"),
         (["tied", "--weights", "average"], "run tied keeps no average of its weights: it has no train.ema_decay"),
         (["tied", "--adapter"], "run tied has no adapters: its model.lora_rank is 0"),
         (["/no/such/folder"], "no complete checkpoint in /no/such/folder"),
