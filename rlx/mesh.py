@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 T = TypeVar("T")
-COLLECTIVE_TIMEOUT = timedelta(hours=6)
+COLLECTIVE_TIMEOUT = timedelta(hours=3)
 """the longest that a process waits for the others in a collective call: for a rollout, for scores, for a checkpoint
 that another one writes. A process that ends is noticed at once, without it"""
 DATA, TENSOR, SEQUENCE = "data", "tensor", "sequence"
