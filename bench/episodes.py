@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -112,7 +111,7 @@ def compared(
     """The table."""
     count = config.train.prompts_per_step * config.train.samples_per_prompt
     drawn = workload.median(episodes, "tokens/policy_per_episode"), workload.median(single, "response/length_mean")
-    seconds = [statistics.median(map(workload.drawing_s, steps)) for steps in (episodes, single)]
+    seconds = [workload.median_drawing_s(steps) for steps in (episodes, single)]
     rates = [count * tokens / taken for tokens, taken in zip(drawn, seconds, strict=True)]
     return {
         "episodes, tokens/s": rates[0],

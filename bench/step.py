@@ -12,7 +12,6 @@ measures bench/rollout.py's figures in the first run too, and so spares its star
 from __future__ import annotations
 
 import os
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -83,7 +82,7 @@ def parts(steps: Steps) -> dict[str, float]:
     """Medians of the parts of a step, in seconds and as shares of it."""
     whole = workload.median(steps, "time/step")
     seconds = {part: workload.median(steps, f"time/{part}") for part in workload.PARTS}
-    return {"step with k = 0, s": whole, "engines draw, s": _drawing(steps)} | {
+    return {"step with k = 0, s": whole, "engines draw, s": workload.median_drawing_s(steps)} | {
         f"{name}{unit}": value / by
         for name, value in seconds.items()
         for unit, by in ((", s", 1.0), (" / step", whole))
@@ -95,7 +94,7 @@ def compared(now: Steps, ahead: Steps) -> dict[str, float]:
     step = workload.median(ahead, "time/step")
     parts = {part: workload.median(now, f"time/{part}") for part in workload.PARTS}
     trainer = sum(seconds for part, seconds in parts.items() if part != "rollout")
-    rollout = _drawing(now)
+    rollout = workload.median_drawing_s(now)
     return {
         "step with k = 1, s": step,
         "step with k = 1 / max(rollout, update)": step / max(rollout, parts["update"]),
@@ -103,10 +102,6 @@ def compared(now: Steps, ahead: Steps) -> dict[str, float]:
         "step with k = 1 / step with k = 0": step / workload.median(now, "time/step"),
         "the least that could be": max(rollout, trainer) / workload.median(now, "time/step"),
     }
-
-
-def _drawing(steps: Steps) -> float:
-    return statistics.median(map(workload.drawing_s, steps))
 
 
 if __name__ == "__main__":

@@ -339,6 +339,11 @@ def drawing_s(metrics: Mapping[str, Any]) -> float:
     return float(max(metrics["time/rollout"], metrics["time/generation"]))
 
 
+def median_drawing_s(steps: Sequence[Mapping[str, Any]]) -> float:
+    """The median of `drawing_s` over steps."""
+    return statistics.median(map(drawing_s, steps))
+
+
 def seconds_of(metrics: Mapping[str, Any]) -> str:
     """A step's seconds and those of its parts, as text."""
     return ", ".join(f"{part} {metrics[f'time/{part}']:.2f} s" for part in ("step", *PARTS))

@@ -109,19 +109,23 @@ class Mesh:
             dist.destroy_process_group(self.mesh.get_group(name))
 
 
-def gather_objects(value: T) -> list[T]:
-    """The values of all processes, in the order of their ranks, on every process; a collective call."""
+def gather_objects(value: T, group: Any = None) -> list[T]:
+    """The values of all processes, in the order of their ranks, on every process; a collective call.
+
+    Args:
+        group: of all processes; None: the default one.
+    """
     values = [value] * dist.get_world_size()
     if len(values) > 1:
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=group)
     return values
 
 
-def broadcast_object(value: T) -> T:
-    """The value of rank 0 on every process; a collective call."""
+def broadcast_object(value: T, group: Any = None) -> T:
+    """The value of rank 0 on every process; a collective call, see `gather_objects`."""
     values = [value]
     if dist.get_world_size() > 1:
-        dist.broadcast_object_list(values, src=0)
+        dist.broadcast_object_list(values, src=0, group=group)
     return values[0]
 
 

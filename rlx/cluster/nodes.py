@@ -56,8 +56,9 @@ def bring_folder(path: str, setting: str) -> None:
             it has another model there, which rlx has not copied.
     """
     folder = Path(path)
-    digest = _digest(path)
-    missing = _lacking(other_nodes(), _has, digest, path) if folder.is_dir() else []
+    others = other_nodes() if folder.is_dir() else []
+    digest = _digest(path) if others else ""  # a node alone need not read its models for it
+    missing = _lacking(others, _has, digest, path)
     if not missing:
         return
     if (size := _size(folder)) > _LARGEST_COPY:
@@ -169,7 +170,7 @@ def _size(folder: Path) -> int:
 
 
 def _has(digest: str, path: str) -> bool:
-    return _digest(path) == digest
+    return bool(digest) and _digest(path) == digest
 
 
 def _digest(path: str) -> str:

@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from rlx.mesh import COLLECTIVE_TIMEOUT
+from rlx.mesh import COLLECTIVE_TIMEOUT, broadcast_object, gather_objects
 from rlx.storage.filesystem import StorageError, retry
 
 T = TypeVar("T")
@@ -28,9 +28,7 @@ class RankGroup:
 
     def gather(self, value: T) -> list[T]:
         """Returns the values of all ranks, in the order of the ranks, on every rank."""
-        values = [value] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return gather_objects(value, self._group)
 
     def on_first(self, action: Callable[[], T], what: str) -> T:
         """Runs an action on rank 0, with repeated attempts, and returns its result on every rank.
@@ -41,14 +39,13 @@ class RankGroup:
         Raises:
             StorageError: the action failed on rank 0; raised on every rank.
         """
-        outcome: list[tuple[T | None, str]] = [(None, "")]
+        outcome: tuple[T | None, str] = None, ""
         if self.rank == 0:
             try:
-                outcome = [(retry(action, what), "")]
+                outcome = retry(action, what), ""
             except Exception as error:  # the other ranks wait, so they must learn of any failure
-                outcome = [(None, error_text(error))]
-        dist.broadcast_object_list(outcome, src=0, group=self._group)
-        result, failure = outcome[0]
+                outcome = None, error_text(error)
+        result, failure = broadcast_object(outcome, self._group)
         if failure:
             raise StorageError(failure)
         return cast(T, result)

@@ -113,6 +113,18 @@ def test_a_copy_of_a_model_that_has_changed_since_is_made_anew(model: Path, disk
         assert [path.name for path in copy.parent.iterdir()] == ["model"]
 
 
+def test_a_folder_without_a_config_is_copied_too(model: Path, disks: Disks) -> None:
+    (model / "config.json").unlink()
+    nodes.bring_folder(str(model), "model.path")
+    assert (disks.place("c", str(model)) / "parts" / "weights").is_file()
+
+
+def test_a_node_alone_does_not_read_its_models(model: Path, disks: Disks, monkeypatch: pytest.MonkeyPatch) -> None:
+    disks.names = ()
+    monkeypatch.setattr(nodes, "_digest", None)
+    nodes.bring_folder(str(model), "model.path")
+
+
 def test_another_model_of_a_nodes_own_is_named_and_stays(model: Path, disks: Disks) -> None:
     own = disks.place("b", str(model))
     own.mkdir(parents=True)
