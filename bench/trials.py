@@ -1,12 +1,11 @@
 """A sweep of eight trials on one GPU and on all: trials per hour, and what ASHA saves.
 
-    python bench/trials.py [--gpu] [--places 1,4] [--asha] [--trials N] [--steps N] [--SECTION.SETTING VALUE ...]
+    python bench/trials.py [--gpu] [--places 1,4] [--schedulers none asha] [--trials N] [--steps N] [--SETTING VALUE]
 
 Each sweep is `experiments/ppo_sweep.py` with a grid of learning rates; with --gpu an engine and a worker have half of a
 GPU each, whatever else is given. It runs once for each number of places, GPUs of this machine (on a CPU trials at
-once), and with `--asha` once more with the largest number. The reward is one that random weights can learn. Times are
-those that MLflow has of the trials, so Ray's start is left out. Left out, too: what a sweep costs beside runs by hand
-(sweep.py).
+once), with each scheduler. The reward is one that random weights can learn. Times are those that MLflow has of the
+trials, so Ray's start is left out. Left out, too: what a sweep costs beside runs by hand (sweep.py).
 """
 
 from __future__ import annotations
@@ -48,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = workload.parser(__doc__, steps=(6, 6))
     options.add_argument("--places", help="numbers of GPUs, or on a CPU of trials at once (default: 1 and all; 1,2)")
     options.add_argument("--trials", type=int, default=8)
-    options.add_argument("--asha", action="store_true", help="a sweep with --scheduler asha, too")
+    options.add_argument(
+        "--schedulers", nargs="+", default=["none"], choices=["none", "asha"], help="each runs a sweep"
+    )
 
     def script() -> int:
         args, config = workload.read(options, argv, workload.CPU | _LEARNS, workload.GPU | _LEARNS)
@@ -61,24 +62,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             halves = workload.gpu_shares(1) if config.scaling.use_gpu else {}
             here = {"storage": folder, "model.path": workload.model_folder(config)}
             ready = from_tree(with_overrides(config.model_dump(), halves | here), "command line")
-            figures = measured(ready, places, rates, args.asha) | gpu_memory()
+            figures = measured(ready, places, rates, args.schedulers) | gpu_memory()
             table.finish("trials", figures, ready, args.out, load, {"trials": args.trials, "steps": config.train.steps})
         return 0
 
     return exit_code(script)
 
 
-def measured(config: RunConfig, places: Sequence[int], rates: Sequence[float], with_asha: bool) -> dict[str, float]:
+def measured(
+    config: RunConfig, places: Sequence[int], rates: Sequence[float], schedulers: Sequence[str]
+) -> dict[str, float]:
     """The table."""
     figures: dict[str, float] = {}
-    for count in places:
-        figures |= {f"{name}, {count} places": value for name, value in swept(config, count, rates, "none").items()}
+    for scheduler, count in itertools.product(schedulers, places):
+        found = swept(config, count, rates, scheduler)
+        figures |= {f"{name}, {where(scheduler, count)}": value for name, value in found.items()}
         workload.say(str(figures))
-    for few, many in itertools.pairwise(places):
-        hourly = [figures[f"trials an hour, {count} places"] for count in (few, many)]
-        figures[f"trials an hour, {many} / {few} places"] = hourly[1] / hourly[0]
-    asha = swept(config, places[-1], rates, "asha") if with_asha else {}
-    return figures | {f"{name}, asha, {places[-1]} places": value for name, value in asha.items()}
+    for scheduler, (few, many) in itertools.product(schedulers, itertools.pairwise(places)):
+        hourly = [figures[f"trials an hour, {where(scheduler, count)}"] for count in (many, few)]
+        figures[f"trials an hour, {where(scheduler, many)} / {few}"] = hourly[0] / hourly[1]
+    return figures
+
+
+def where(scheduler: str, places: int) -> str:
+    """What a sweep is called in the table."""
+    return f"{places} places" if scheduler == "none" else f"{scheduler}, {places} places"
 
 
 def swept(config: RunConfig, places: int, rates: Sequence[float], scheduler: str) -> dict[str, float]:
