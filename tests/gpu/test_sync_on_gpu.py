@@ -311,7 +311,8 @@ def test_a_policy_whose_rows_and_layers_are_cut_is_sent_whole(start: Start) -> N
 
 @pytest.mark.parametrize("parts", [2, 4])
 def test_a_model_that_is_split_over_gpus_is_read_on_one_and_sent_to_the_others(parts: int, start: Start) -> None:
-    ranks, _ = start([0.0], [float(parts)], gpu="0")
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    ranks, _ = start([0.0], [float(parts)], gpu=first)
     assert_pushes_arrive(ranks, 1, {0: ["nccl"] * (parts - 1) + ["shared_memory"]})
 
 
