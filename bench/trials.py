@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.trials < 2:
             raise ConfigError(f"--trials {args.trials}: two at least")
         load, rates = os.getloadavg()[0], [_SLOWEST * _FACTOR**n for n in range(args.trials)]
+        random.Random(0).shuffle(rates)  # ascending, each trial is the best so far: ASHA would stop none
         with tempfile.TemporaryDirectory(prefix="rlx-trials-") as folder:
             halves = workload.gpu_shares(1) if config.scaling.use_gpu else {}
             here = {"storage": folder, "model.path": workload.model_folder(config)}
