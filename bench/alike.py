@@ -27,29 +27,31 @@ _PPO: dict[str, Any] = {
 }
 _ALIKE: dict[str, Any] = {
     "algorithm.policy_loss": "ppo",
-    "algorithm.old_logprobs": "recomputed",
     "algorithm.filter_groups": False,
     "algorithm.entropy_coef": 0.0,
     "train.actor_lr": 0.0,
     "train.ema_decay": None,
     "model.lora_rank": 0,
-    "rollout.max_staleness": 0,
     "rollout.num_chunks": 1,
     "reward.model": None,
 }
+_ON_POLICY: dict[str, Any] = {"rollout.max_staleness": 0, "algorithm.old_logprobs": "recomputed"}
+AHEAD: dict[str, Any] = {"rollout.max_staleness": 1, "algorithm.old_logprobs": "rollout"}
+"""rlx's settings one step ahead, with the engines' log-probabilities taken for those of the policy"""
 
 
-def check(config: RunConfig, other: str, has_ppo: bool = False, has_gpus: bool = False) -> None:
+def check(config: RunConfig, other: str, has_ppo: bool = False, has_gpus: bool = False, is_ahead: bool = False) -> None:
     """ConfigError for a config of which another library would not do the same work.
 
     Args:
         has_ppo: whether it does PPO with a critic and a reference, too, and not GRPO alone.
         has_gpus: whether it is measured on several GPUs, too.
+        is_ahead: whether both generate one step ahead.
     """
     if not has_gpus:
         _check_one(config, other)
     estimator = _PPO if has_ppo and config.algorithm.advantage == "gae" else _GRPO
-    for key, wanted in (estimator | _ALIKE).items():
+    for key, wanted in (estimator | _ALIKE | (AHEAD if is_ahead else _ON_POLICY)).items():
         section, name = key.split(".")
         if (given := getattr(getattr(config, section), name)) != wanted:
             raise ConfigError(f"{key} {given}: {other} does the same work only with {wanted}")
@@ -92,8 +94,8 @@ def texts(tokenizer: Any, prompts: Prompts) -> list[str]:
 
 
 def by_rlx(config: RunConfig, tables: Mapping[str, Any], name: str = "k0") -> dict[str, float]:
-    """Response tokens per second of whole steps on policy; `name` is of the run, one of its own for each."""
-    now = workload.counted_steps(config, tables, name)[:-1]  # the last one has a checkpoint
+    """Response tokens per second of whole steps; `name` is of the run, one of its own for each."""
+    now = workload.counted_steps(config, tables, name)[:-1]  # the last has a checkpoint, and draws nothing ahead
     workload.processes().close()
     figures = {
         RLX: tokens_per_s(config, now),

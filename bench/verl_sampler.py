@@ -7,9 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
+
+_EVERY_S = 0.05
 
 
 class Attentive(ReplayBuffer):
     def __init__(self, **given: Any) -> None:
-        super().__init__(**given, poll_interval=0.05)
+        super().__init__(**given, poll_interval=_EVERY_S)
+
+
+class AttentiveAhead(ReplayBufferAsync):
+    """Of its asynchronous trainers."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given, poll_interval=_EVERY_S)

@@ -22,6 +22,7 @@ import step
 import table
 import torch
 import update
+import verl_settings
 import workload
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -152,8 +153,8 @@ def test_what_verl_cannot_do_is_refused(
 
 def test_verl_is_given_the_same_work() -> None:
     train = {"train.prompts_per_step": 6, "train.samples_per_prompt": 4, "train.num_minibatches": 2, "train.steps": 7}
-    given = against_verl.overrides(from_tree(with_overrides({}, workload.GPU | train)))
-    assert not given.keys() & against_verl.FIXED.keys()
+    given = verl_settings.overrides(from_tree(with_overrides({}, workload.GPU | train)))
+    assert not given.keys() & verl_settings.FIXED.keys()
     assert given["trainer.n_gpus_per_node"] == 1
     assert given["data.train_batch_size"] == 6 and given["actor_rollout_ref.rollout.n"] == 4
     assert given["actor_rollout_ref.actor.ppo_mini_batch_size"] == 3 and given["trainer.total_training_steps"] == 7
@@ -167,10 +168,28 @@ def test_verl_has_as_many_gpus_as_rlx() -> None:
     for settings in (turns, apart):
         config = from_tree(with_overrides({}, workload.GPU | settings))
         alike.check(config, "veRL", has_ppo=True, has_gpus=True)
-        assert against_verl.overrides(config)["trainer.n_gpus_per_node"] == 4
+        assert verl_settings.overrides(config)["trainer.n_gpus_per_node"] == 4
         with pytest.raises(ConfigError, match="TRL is measured on one GPU at most"):
             alike.check(config, "TRL")
-    assert against_verl.ASLEEP.keys() <= against_verl.FIXED.keys()  # else they are none of veRL's names
+    assert verl_settings.ASLEEP.keys() <= verl_settings.FIXED.keys()  # else they are none of veRL's names
+
+
+def test_one_step_ahead_verl_has_gpus_of_its_own_for_engines() -> None:
+    settings = workload.GPU | workload.gpu_shares(2) | alike.AHEAD | {"train.num_minibatches": 2}
+    config = from_tree(with_overrides({}, settings))
+    alike.check(config, "veRL", has_gpus=True, is_ahead=True)
+    given = verl_settings.overrides(config)
+    assert given["trainer.n_gpus_per_node"] == given["actor_rollout_ref.rollout.n_gpus_per_node"] == 1
+    assert given["trainer.v1.trainer_mode"] == "separate_async"
+    assert given["trainer.v1.separate_async.parameter_sync_step"] == 2  # optimizer steps of each batch
+    with pytest.raises(ConfigError, match=r"rollout\.max_staleness 1: veRL does the same work only with 0"):
+        alike.check(config, "veRL", has_gpus=True)
+    on_policy = from_tree(with_overrides({}, workload.GPU | workload.gpu_shares(2)))
+    with pytest.raises(ConfigError, match=r"rollout\.max_staleness 0: veRL does the same work only with 1"):
+        alike.check(on_policy, "veRL", has_gpus=True, is_ahead=True)
+    halves = from_tree(with_overrides({}, settings | workload.gpu_shares(1)))
+    with pytest.raises(ConfigError, match="--ahead needs a GPU for each worker and each engine"):
+        against_verl.check(halves, None, is_ahead=True)
 
 
 def test_the_least_step_of_a_large_model_is_work_and_bytes_by_the_peaks(small_model: str) -> None:
@@ -210,7 +229,7 @@ def test_verl_is_given_ppo() -> None:
     alike.check(config, "veRL", has_ppo=True)
     with pytest.raises(ConfigError, match=r"algorithm\.advantage gae: TRL does the same work only with grpo"):
         alike.check(config, "TRL")
-    given = against_verl.overrides(config)
+    given = verl_settings.overrides(config)
     assert given["algorithm.adv_estimator"] == "gae" and given["algorithm.kl_ctrl.kl_coef"] == 0.05
     assert given["actor_rollout_ref.actor.ppo_epochs"] == 2 and given["critic.ppo_max_token_len_per_gpu"] == 16_384
     assert given["critic.optim.lr"] == config.train.critic_lr
@@ -218,7 +237,7 @@ def test_verl_is_given_ppo() -> None:
 
 def test_critics_of_verl_are_computed_as_its_policies_but_for_their_heads() -> None:
     config = from_tree(with_overrides({}, workload.GPU))
-    given = against_verl.models(config, "packed, liger")
+    given = verl_settings.models(config, "packed, liger")
     assert given["+critic.model.override_config.attn_implementation"] == "verl_varlen"
     assert given["actor_rollout_ref.model.fused_kernel_options.impl_backend"] == "triton"
     assert given["critic.model.use_liger"] and "critic.model.fused_kernel_options.impl_backend" not in given
