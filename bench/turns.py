@@ -1,9 +1,10 @@
 """What turns cost vLLM itself, without rlx: 256 conversations of 8 turns beside single turns of the same whole length.
 
-    python bench/turns.py MODEL [--turns 8] [--tokens 16] [--between 5] [--block 32] [--rounds 3]
+    python bench/turns.py MODEL [--turns 8] [--tokens 16] [--between 5] [--wait 0] [--block 32] [--rounds 3]
 
-On CPUs, with one thread. No environment waits, no text is made, no log-probability is asked for: `bench/episodes.py`
-cannot be faster than this while all episodes take their turns together. MODEL is a Hugging Face folder; the prompts
+On CPUs, with one thread. No text is made, no log-probability is asked for; environments are a pause of `--wait` seconds
+before each turn and after the last. `bench/episodes.py` cannot be faster than this while all episodes take their turns
+together. MODEL is a Hugging Face folder; the prompts
 are drawn from its vocabulary. Left out: resumable requests of vLLM, which keep the state of one seed for all turns.
 """
 
@@ -32,6 +33,7 @@ def main() -> int:
     parser.add_argument("model", metavar="MODEL", help="Hugging Face folder")
     for name, default in (("turns", 8), ("tokens", 16), ("between", 5), ("block", 32), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--wait", type=float, default=0.0, help="seconds that environments take to answer")
 
     def script() -> int:
         args = parser.parse_args()
@@ -56,10 +58,12 @@ def compare(args: argparse.Namespace) -> None:
         drawn(engine, [tokens(_OPENING) for _ in range(_COUNT)], whole, names)
         single, started = time.perf_counter() - started, time.perf_counter()
         prompts = [tokens(_OPENING) for _ in range(_COUNT)]
+        time.sleep(args.wait)
         for _ in range(args.turns):
             answers = drawn(engine, prompts, args.tokens, names)
             pairs = zip(prompts, answers, strict=True)
             prompts = [prompt + answer + tokens(args.between) for prompt, answer in pairs]
+            time.sleep(args.wait)
         turns = time.perf_counter() - started
         print(f"{whole} tokens in one turn {single:.2f} s, in {args.turns} turns {turns:.2f} s: {single / turns:.3f}")
 

@@ -114,14 +114,16 @@ def wait_until_both_have_it(pair: Pair) -> None:
 
 def test_updates_in_many_buckets_are_whole_one_after_the_other(pair: Pair) -> None:
     assert len(buckets.group_weights(pair.weights(), torch.float32, BUCKET)) > 4
-    groups = []
+    groups, notes = [], []
     for _ in range(3):
         assert pair.push() == {}
         assert max(pair.gaps(pair.engines)) < CLOSE
         pair.change()
         assert min(pair.gaps(pair.engines)) > FAR
         groups.append(pair.groups)
+        notes.append(pair.sync._rank.store.num_keys())
     assert groups[0] == groups[1] == groups[2]  # connections are kept
+    assert notes[0] == notes[1] == notes[2]  # those of an update are not
 
 
 def test_one_bit_that_changes_on_the_way_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

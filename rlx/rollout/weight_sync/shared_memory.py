@@ -86,6 +86,7 @@ class SharedMemorySender:
     def finish(self) -> None:
         for number in list(self._unread):
             self.release(number)
+        self._clear_notes()
 
     def leave_out(self, engine: int) -> None:
         self._readers.pop(engine, None)
@@ -103,6 +104,15 @@ class SharedMemorySender:
         plan = self._update.plan
         keys = [_read(plan.name, number, plan.processes[engine], worker) for worker in self._readers[engine]]
         return bool(self._update.sender.store.check(keys))
+
+    def _clear_notes(self) -> None:
+        """Takes the update's notes of this rank out of the store, which lives as long as the run."""
+        plan, sender = self._update.plan, self._update.sender
+        readers = [(plan.processes[engine], worker) for engine, all_ in self._readers.items() for worker in all_]
+        for number in range(len(self._update.request.layouts)) if readers else ():
+            sender.store.delete_key(_written(plan.name, number, sender.rank))
+            for reader in readers:
+                sender.store.delete_key(_read(plan.name, number, *reader))
 
     def _check(self, engine: int) -> None:
         """Leaves an engine out that was interrupted.
