@@ -4,10 +4,12 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -176,14 +178,10 @@ OnRanks = Callable[..., list[Any]]
 def on_ranks() -> OnRanks:
     """Calls `function(rank, ranks, *args)` in that many processes of a gloo group; gives the ranks' results."""
     # The processes are forked from one that has imported what is slow to import, also of what test files import.
-    slow = [
-        "rlx.training.loop",
-        "rlx.runs.launch",
-        "rlx.models.tiny",
-        "transformers.models.auto.modeling_auto",
-        "pytest",
-    ]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(slow)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["rank_preload"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # Python 3.11 does not pass on where modules are
+        forkserver.ensure_running()
 
     def run(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         with tempfile.TemporaryDirectory() as folder:
