@@ -1,5 +1,8 @@
 """Fixtures that several test files share."""
 
+import rlx  # noqa: F401  # first: torch reads how threads wait when it is imported, and they must not spin
+
+# isort: split
 import faulthandler
 import multiprocessing
 import os
