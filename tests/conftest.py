@@ -140,7 +140,7 @@ def start_engine(model: Path, adapter: dict[str, Any] | None = None, **settings:
     `stop_engine` ends it.
     """
     group = placement_group([{"CPU": 0.5}])
-    rollout = RolloutConfig(max_tokens=128, max_num_seqs=32, **settings)
+    rollout = RolloutConfig(max_tokens=128, max_num_seqs=32, kv_cache_mib=16, **settings)
     chosen = ModelConfig(lora_rank=adapter["r"], lora_sync="adapter") if adapter else ModelConfig()
     args = engine_args(rollout, chosen, max_prompt_tokens=128, on_gpu=False)
     (engine,) = start_engines(EngineSpec(str(model), args, {"CPU": 0.5}, adapter), group, [0])
@@ -159,8 +159,12 @@ _groups: dict[Any, Any] = {}  # by engine
 
 @pytest.fixture(scope="session")
 def engines(ray_cluster: None, tiny_model: Path, untied_model: Path) -> Iterator[tuple[Any, Any]]:
-    """An engine of the tiny model and one of the untied model; each test first pushes the weights that it needs."""
-    pair = start_engine(tiny_model), start_engine(untied_model)
+    """An engine of the tiny model and one of the untied model; each test first pushes the weights that it needs.
+
+    The first has the tokenizer, too, and an option of vLLM that rlx has no setting for.
+    """
+    reads = {"stop": ("=",), "engine_options": {"max_logprobs": 5}}
+    pair = start_engine(tiny_model, **reads), start_engine(untied_model)
     yield pair
     for engine in pair:
         stop_engine(engine)

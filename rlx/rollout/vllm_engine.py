@@ -310,6 +310,7 @@ def build_llm_engine(model: str, options: dict[str, Any]) -> Any:
     from rlx.rollout.vllm_scheduler import make_scheduler
     from rlx.rollout.weight_sync.receiver import WeightLoader
 
+    gc.freeze()  # vLLM collects garbage five times as it starts; over all that was imported, that takes seconds
     fixed: dict[str, Any] = {
         "worker_extension_cls": f"{WeightLoader.__module__}.{WeightLoader.__qualname__}",
         "scheduler_cls": f"{make_scheduler.__module__}.{make_scheduler.__qualname__}",
