@@ -2,8 +2,8 @@
 
 import gc
 
-import conftest  # noqa: F401
 import pytest  # noqa: F401
+import shared  # noqa: F401
 import transformers.models.auto.modeling_auto
 import transformers.models.llama.modeling_llama  # noqa: F401
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping

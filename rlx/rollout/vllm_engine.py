@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from rlx.rollout.weight_sync.buckets import Bucket
     from rlx.rollout.weight_sync.object_store import BucketQueue
 
-
 _SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 # vLLM reads these when it is imported.

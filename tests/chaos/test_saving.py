@@ -15,7 +15,7 @@ import pytest
 import s3
 import torch
 import torch.distributed as dist
-from conftest import Where
+from shared import Where
 
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from conftest import start_engine, stop_engine
+from shared import start_engine, stop_engine
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
