@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conftest import KEPT, History, mlflow_history
+from shared import KEPT, History, mlflow_history
 
 from rlx.cluster import connection
 from rlx.config.experiment import over_experiment

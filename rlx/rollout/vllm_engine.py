@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from rlx.rollout.weight_sync.buckets import Bucket
     from rlx.rollout.weight_sync.object_store import BucketQueue
 
-
 _SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 # vLLM reads these when it is imported.
@@ -310,6 +309,7 @@ def build_llm_engine(model: str, options: dict[str, Any]) -> Any:
     from rlx.rollout.vllm_scheduler import make_scheduler
     from rlx.rollout.weight_sync.receiver import WeightLoader
 
+    gc.freeze()  # vLLM collects garbage five times as it starts; over all that was imported, that takes seconds
     fixed: dict[str, Any] = {
         "worker_extension_cls": f"{WeightLoader.__module__}.{WeightLoader.__qualname__}",
         "scheduler_cls": f"{make_scheduler.__module__}.{make_scheduler.__qualname__}",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import KILLED_S, LIKE_TINY, History, Script, assert_all_end, mlflow_history
+from shared import KILLED_S, LIKE_TINY, History, Script, assert_all_end, mlflow_history
 
 from rlx.runs import run_folder
 from rlx.storage import checkpoint_catalog

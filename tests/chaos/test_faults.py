@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import History, Script, assert_all_end
 from ray.cluster_utils import Cluster
+from shared import History, Script, assert_all_end
 from test_exact import Place, finish
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

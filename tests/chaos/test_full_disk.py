@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import s3
-from conftest import LIKE_TINY, mlflow_history
+from shared import LIKE_TINY, mlflow_history
 
 from rlx.cluster.watch import lack_of_room, lacks_room_for_objects
 from rlx.runs import preflight, run_folder

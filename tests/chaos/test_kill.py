@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import KILLED_S, LIKE_TINY, History, Script, assert_all_end, mlflow_history
+from shared import KILLED_S, LIKE_TINY, History, Script, assert_all_end, mlflow_history
 
 from rlx.runs import run_folder
 from rlx.storage import checkpoint_catalog

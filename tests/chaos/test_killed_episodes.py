@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import KILLED_S, Script, assert_all_end
+from shared import KILLED_S, Script, assert_all_end
 from test_exact import KILLS, Place, finish
 
 from rlx.runs import run_folder

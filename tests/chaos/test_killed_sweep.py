@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import KILLED_S, LIKE_TINY, Script, assert_all_end, mlflow_history
 from run_cases import comparable
+from shared import KILLED_S, LIKE_TINY, Script, assert_all_end, mlflow_history
 
 from rlx.runs.run_folder import mlflow_run
 from rlx.storage.addresses import open_storage

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import ray
 import torch.distributed as dist
-from conftest import Script
+from shared import Script
 from test_kill import words
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import KILLED_S, Script, assert_all_end
+from shared import KILLED_S, Script, assert_all_end
 from test_kill import words
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

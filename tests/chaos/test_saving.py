@@ -15,7 +15,7 @@ import pytest
 import s3
 import torch
 import torch.distributed as dist
-from conftest import Where
+from shared import Where
 
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
@@ -128,6 +128,7 @@ def checked(folder: Storage) -> int:
 @pytest.mark.parametrize(
     "moments", [3, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])], ids=["few", "many"]
 )
+@pytest.mark.parametrize("where", ["folder", pytest.param("s3", marks=pytest.mark.slow)], indirect=True)
 def test_a_kill_at_any_moment_costs_nothing_that_was_reported(
     moments: int, where: Where, start: Callable[[Where], Group]
 ) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import s3
-from conftest import LIKE_TINY, Script, mlflow_history
+from shared import LIKE_TINY, Script, mlflow_history
 
 from rlx.runs.run_folder import mlflow_run
 from rlx.storage.addresses import open_storage

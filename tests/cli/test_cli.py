@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LIKE_TINY, NothingLeft
+from shared import LIKE_TINY, NothingLeft
 
 from rlx.cluster import connection
 from rlx.cluster.resources import plan_resources

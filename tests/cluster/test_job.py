@@ -14,7 +14,7 @@ import pytest
 import requests
 import s3
 import yaml
-from conftest import mlflow_history
+from shared import mlflow_history
 
 from rlx.config.experiment import EXPERIMENT_FILE
 

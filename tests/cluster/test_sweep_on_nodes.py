@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import s3
-from conftest import History, mlflow_history
 from ray.cluster_utils import Cluster
+from shared import History, mlflow_history
 
 from rlx.config.experiment import EXPERIMENT_FILE
 from rlx.storage import checkpoint_catalog

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OnRanks
+from shared import OnRanks
 from test_packing import shared
 from test_policy import randomize_head
 from test_update import trainer_of

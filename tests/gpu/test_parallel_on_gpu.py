@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import OnRanks
+from shared import OnRanks
 from test_balance import assert_dealt, dealt_out
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM

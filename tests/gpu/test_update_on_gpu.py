@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OnRanks
+from shared import OnRanks
 from test_update import trainer_of, updated
 from torch import Tensor
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OnRanks
+from shared import OnRanks
 from test_policy import PROMPTS, RESPONSES, padded, sequences
 from transformers import (
     AutoModelForCausalLM,

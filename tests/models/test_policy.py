@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OnRanks
+from shared import OnRanks
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,

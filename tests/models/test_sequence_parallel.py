@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NothingLeft, OnRanks
 from run_cases import STEPS, comparable, small, train
+from shared import NothingLeft, OnRanks
 from test_packing import shared
 from test_tensor_parallel import settings_of
 from test_update import WAYS, updated

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OnRanks
+from shared import OnRanks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor

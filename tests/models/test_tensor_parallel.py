@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NothingLeft, OnRanks
 from run_cases import STEPS, Done, comparable, small, train
+from shared import NothingLeft, OnRanks
 from test_checkpoint_files import averaged, files, step, whole, write
 from test_policy import padded
 from test_update import WAYS, updated

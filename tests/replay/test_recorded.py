@@ -1,6 +1,7 @@
 """Which checkpoint a replay starts from, with which settings, and whose runs are taken."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,8 @@ def test_the_store_that_somebody_else_names_is_not_asked_unless_trusted(tmp_path
     assert not evil.exists()
 
 
-def test_everything_that_was_logged_is_read_by_step(tmp_path: Path) -> None:
+def test_everything_that_was_logged_is_read_by_step(tmp_path: Path, empty_database: Path) -> None:
+    shutil.copy(empty_database, tmp_path)
     uri = mlflow.default_uri(tmp_path)
     client = mlflow.client(uri)
     run_id = client.create_run("0").info.run_id

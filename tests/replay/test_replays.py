@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import KEPT, KILLED_S, NothingLeft, Script, assert_all_end, mlflow_history
 from my_rewards import GLITCH
 from run_cases import Done, small, train
+from shared import KEPT, KILLED_S, NothingLeft, Script, assert_all_end, mlflow_history
 
 from rlx.cluster import connection
 from rlx.replay import branches, comparing, inside_step, pairs, recorded

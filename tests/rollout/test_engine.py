@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from conftest import start_engine, stop_engine
+from shared import start_engine, stop_engine
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
@@ -260,19 +260,6 @@ def test_logprobs_of_a_cut_distribution_are_renormalised(tied: Side) -> None:
 # --- sampling options
 
 
-@pytest.fixture(scope="module")
-def reading_engine(ray_cluster: None, tiny_model: Path) -> Iterator[Any]:
-    """An engine that has the tokenizer, with an option of vLLM that rlx has no setting for."""
-    engine = start_engine(tiny_model, stop=("=",), engine_options={"max_logprobs": 5})
-    yield engine
-    stop_engine(engine)
-
-
-@pytest.fixture
-def reading(reading_engine: Any, tiny_model: Path) -> Side:
-    return side_of(reading_engine, tiny_model)
-
-
 OPTIONS: list[dict[str, Any]] = [
     {"min_p": 0.3},
     {"min_tokens": 9, "stop_token_ids": (1, 20, 21, 22, 23, 24, 25)},
@@ -287,30 +274,30 @@ OPTIONS: list[dict[str, Any]] = [
 @torch.no_grad()
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
 def test_an_engine_draws_from_the_distribution_that_the_options_describe(
-    reading: Side, tiny_model: Path, options: dict[str, Any]
+    tied: Side, tiny_model: Path, options: dict[str, Any]
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     sampling = replace(SAMPLING, **options)
-    completions = reading.generate(sampling, samples=4)
+    completions = tied.generate(sampling, samples=4)
     batch = experience.build_batch([ScoredCompletion(each, 0.0, False, {}) for each in completions], 0)
     tokens = batch.response_tokens()
-    plain = reading.policy(tokens, sampling.temperature).logprobs
+    plain = tied.policy(tokens, sampling.temperature).logprobs
     assert ((plain - batch.rollout_logprobs) * batch.mask).abs().max() > FAR
     bad = bad_word_tokens(tokenizer, sampling.bad_words)
-    reading.policy.engine_scorer = EngineScorer(tokens, batch.prompt_lengths, sampling, bad)
-    scored = reading.policy(tokens, sampling.temperature).logprobs
+    tied.policy.engine_scorer = EngineScorer(tokens, batch.prompt_lengths, sampling, bad)
+    scored = tied.policy(tokens, sampling.temperature).logprobs
     assert ((scored - batch.rollout_logprobs) * batch.mask).abs().max() < CLOSE
-    reading.policy.engine_scorer = None
+    tied.policy.engine_scorer = None
     assert all(len(each.token_ids) >= sampling.min_tokens for each in completions)
 
 
-def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(reading: Side, tiny_model: Path) -> None:
+def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(tied: Side, tiny_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     endless = replace(SAMPLING, stop_token_ids=(), max_tokens=40)
-    whole = reading.generate(endless, samples=2)
+    whole = tied.generate(endless, samples=2)
     texts = [tokenizer.decode(each.token_ids) for each in whole]
     stop = texts[0][2:4]  # two tokens of one character each
-    cut = reading.generate(replace(endless, stop=(stop, "never")), samples=2)
+    cut = tied.generate(replace(endless, stop=(stop, "never")), samples=2)
     assert cut[0].finished and len(cut[0].token_ids) < 40
     for text, before, after in zip(texts, whole, cut, strict=True):
         assert after.finished == (before.finished or stop in text)
@@ -318,21 +305,21 @@ def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(readin
         assert after.logprobs == before.logprobs[: len(after.token_ids)]
         assert stop not in tokenizer.decode(after.token_ids[:-1])
         assert (stop in tokenizer.decode(after.token_ids)) == (stop in text)
-    late = reading.generate(replace(endless, stop=(stop,), min_tokens=10), samples=2)
+    late = tied.generate(replace(endless, stop=(stop,), min_tokens=10), samples=2)
     assert all(len(each.token_ids) >= 10 for each in late)
 
 
-def test_a_special_token_may_be_a_stop_string(reading: Side, tiny_model: Path) -> None:
+def test_a_special_token_may_be_a_stop_string(tied: Side, tiny_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     biased = (("logit_bias", {str(tokenizer.eos_token_id): 20.0}),)
     sampling = replace(SAMPLING, stop_token_ids=(), stop=(tokenizer.eos_token,), options=biased)
-    for completion in reading.generate(sampling, samples=1):
+    for completion in tied.generate(sampling, samples=1):
         assert completion.finished and completion.token_ids[-1] == tokenizer.eos_token_id
 
 
-def test_an_option_with_a_value_that_vllm_refuses_fails_that_request(reading: Side) -> None:
+def test_an_option_with_a_value_that_vllm_refuses_fails_that_request(tied: Side) -> None:
     with pytest.raises(RolloutError, match="token_id"):
-        reading.generate(replace(SAMPLING, options=(("allowed_token_ids", [10**6]),)))
+        tied.generate(replace(SAMPLING, options=(("allowed_token_ids", [10**6]),)))
 
 
 def test_a_completion_depends_on_nothing_but_its_seed(tied: Side, untied: Side) -> None:

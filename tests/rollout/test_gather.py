@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from conftest import OnRanks
+from shared import OnRanks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

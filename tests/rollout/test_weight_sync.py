@@ -17,7 +17,7 @@ import pytest
 import ray
 import torch
 import torch.distributed as dist
-from conftest import start_engine, stop_engine
+from shared import start_engine, stop_engine
 from test_engine import CLOSE, FAR, PROMPTS, SAMPLING, Side, generate_all, versions
 from torch import Tensor
 

@@ -14,11 +14,11 @@ import ray
 import s3
 import torch
 import yaml
-from conftest import OnRanks, start_engine, stop_engine
 from peft import AutoPeftModelForCausalLM
 from pyarrow import fs
 from run_cases import small
 from safetensors import SafetensorError
+from shared import OnRanks, start_engine, stop_engine
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

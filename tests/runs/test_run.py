@@ -1,6 +1,6 @@
 """Whole runs with the real parts: Ray Train, FSDP, vLLM and MLflow, on a small model.
 
-One set of engines and workers does all of them, one after another (conftest.py of this folder).
+One set of engines and workers does all of them, one after another (shared.py).
 """
 
 import json
@@ -15,8 +15,8 @@ import psutil
 import pytest
 import ray
 import yaml
-from conftest import KEPT, NothingLeft
 from run_cases import STEPS, Done, artifact, comparable, sample_rows, small, train
+from shared import KEPT, NothingLeft
 
 import rlx
 from rlx.config.loading import from_tree

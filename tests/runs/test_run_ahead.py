@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import NothingLeft
 from run_cases import STEPS, Done, comparable, small, train
+from shared import NothingLeft
 
 from rlx.config.run import RunConfig
 from rlx.runs.train_run import RunStopped

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import KEPT, NothingLeft
 from run_cases import STEPS, Done, comparable, sample_rows, small, train
+from shared import KEPT, NothingLeft
 from test_steadying import STEADY
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import s3
 import yaml
-from conftest import KEPT, NothingLeft, Script
 from run_cases import Done, artifact, comparable, sample_rows, small, train
+from shared import KEPT, NothingLeft, Script
 
 from rlx.data import reasoning_gym, sources
 from rlx.runs import launch

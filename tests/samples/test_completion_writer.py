@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import s3
-from conftest import Where
 from sample_cases import Letters, scored, step
+from shared import Where
 
 from rlx.config.errors import ConfigError
 from rlx.samples import reader, writer

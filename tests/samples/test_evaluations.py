@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from conftest import Where
+from shared import Where
 
 from rlx.config.errors import ConfigError
 from rlx.samples.evaluations import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OnRanks
+from shared import OnRanks
 from test_loop import STEPS, Stopping, trained
 from transformers import AutoModelForCausalLM
 

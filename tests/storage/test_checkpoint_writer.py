@@ -14,7 +14,7 @@ import pytest
 import s3
 import torch
 import torch.distributed as dist
-from conftest import OnRanks, Where
+from shared import OnRanks, Where
 
 from rlx.storage import checkpoint_catalog, checkpoint_manifest, checkpoint_writer, rank_group
 from rlx.storage.addresses import open_storage

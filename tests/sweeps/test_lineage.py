@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import NothingLeft
 from run_cases import train
+from shared import NothingLeft
 from test_run_folder import settings
 from test_sweep import News, history, prepared
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LIKE_TINY, Script
 from racing import METRIC, Played, Tune
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import TrialScheduler
+from shared import LIKE_TINY, Script
 
 from rlx.config.errors import ConfigError
 from rlx.config.sweep import PROGRESS, RungUnit, SchedulerName

@@ -13,10 +13,10 @@ from unittest.mock import ANY
 
 import pytest
 import torch
-from conftest import LIKE_TINY, History, NothingLeft, Script, mlflow_history
 from ray import tune
 from run_cases import comparable
 from safetensors import safe_open
+from shared import LIKE_TINY, History, NothingLeft, Script, mlflow_history
 
 import rlx
 from rlx.cluster import connection

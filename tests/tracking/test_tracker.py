@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import s3
-from conftest import Where
+from shared import Where
 
 from rlx.config.errors import ConfigError
 from rlx.storage.addresses import open_storage

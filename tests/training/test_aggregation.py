@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import OnRanks
+from shared import OnRanks
 
 from rlx.mesh import Mesh
 from rlx.training.aggregation import (

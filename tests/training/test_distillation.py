@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OnRanks
+from shared import OnRanks
 from test_loop import trained, unmeasured
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

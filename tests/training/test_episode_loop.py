@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import OnRanks
 from episode_cases import HERE, Counting, pool_of
+from shared import OnRanks
 from test_loop import Outcome, Stopping, trained, unmeasured
 
 from rlx.data.prompts import load_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import OnRanks
+from shared import OnRanks
 from test_loop import STEPS, Outcome, Stopping, trained, unmeasured
 
 from rlx.config.loading import from_tree

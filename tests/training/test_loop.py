@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import OnRanks
+from shared import OnRanks
 
 from rlx.config.experiment import over_experiment
 from rlx.config.loading import from_tree, with_overrides

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OnRanks
+from shared import OnRanks
 from torch import Tensor
 
 from rlx.algorithms.adaptive import AdaptiveKL, RunningScores

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OnRanks
+from shared import OnRanks
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import OnRanks
+from shared import OnRanks
 from test_loop import Stopping, trained, unmeasured
 
 from rlx.storage.filesystem import StorageError

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import OnRanks
+from shared import OnRanks
 from test_loop import Outcome, Stopping, trained, unmeasured
 
 STEADY: dict[str, Any] = {

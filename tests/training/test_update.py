@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
-from conftest import OnRanks
+from shared import OnRanks
 from test_policy import PAD
 from torch import Tensor
 from torch.distributed.tensor import DTensor

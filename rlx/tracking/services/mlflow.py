@@ -44,6 +44,7 @@ _CAUSE = re.compile(
     r"|name or service not known|database is locked|error code \d+",
     re.IGNORECASE,
 )
+_LEVELS = {"mlflow": logging.ERROR, "mlflow.store.db.utils": logging.CRITICAL, "alembic": logging.ERROR}
 _SQLITE = "sqlite:///"
 _PARENT = "mlflow.parentRunId"
 
@@ -299,9 +300,8 @@ def read_artifact(uri: str, run_id: str, path: str) -> str:
     """The text of an artifact."""
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     with tempfile.TemporaryDirectory() as folder:
-        return Path(
-            artifact_places.required(client(uri), uri, run_id).download_artifacts(run_id, path, folder)
-        ).read_text()
+        found = artifact_places.required(client(uri), uri, run_id)
+        return Path(found.download_artifacts(run_id, path, folder)).read_text()
 
 
 def _tracked_run(run: Any) -> TrackedRun:
@@ -360,8 +360,9 @@ def client(uri: str) -> Any:
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     from mlflow import MlflowClient
 
-    for name in ("mlflow", "mlflow.store.db.utils", "alembic"):  # the second logs tracebacks of a locked database
-        logging.getLogger(name).setLevel(logging.CRITICAL if "db" in name else logging.ERROR)
+    for name, level in _LEVELS.items():  # the second logs tracebacks of a locked database
+        if logging.getLogger(name).level != level:  # to set it takes milliseconds: all loggers forget theirs
+            logging.getLogger(name).setLevel(level)
     _make_tables(uri)
     return MlflowClient(tracking_uri=uri)
 
@@ -390,8 +391,7 @@ def is_refusal(error: Exception) -> bool:
 
 def cause(error: Exception) -> str:
     """Why the MLflow client failed, in a few words and without the password of an address."""
-    text = one_line(error, 2000)
-    known = _CAUSE.search(text)
+    known = _CAUSE.search(text := one_line(error, 2000))
     return known[0].lower() if known else without_password(text)[:300]
 
 
