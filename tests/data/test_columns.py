@@ -1,10 +1,12 @@
 """Which cells of a stored row are read, and the row that they make."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from rlx.config.errors import ConfigError
@@ -12,6 +14,7 @@ from rlx.config.loading import from_tree
 from rlx.config.sections.data import DataConfig
 from rlx.data import sources
 from rlx.data.reasoning_gym import generated_questions
+from rlx.data.stored import parsers
 from rlx.data.stored.columns import ChatMessage, ColumnError, Columns, conversation
 
 
@@ -169,6 +172,17 @@ def test_a_template_makes_the_question_of_several_cells() -> None:
         columns.roots(["answer", "facts"])
     with pytest.raises(ValueError, match=r"question is None, expected text or a number for data\.prompt_template"):
         columns.row(record | {"question": None})
+
+
+def test_a_cell_of_a_template_reads_as_an_answer_does() -> None:
+    """pandas and Parquet keep a column of integers with a missing one as floats."""
+    columns = Columns(answer="answer", template="{a} + {b} =")
+    assert columns.row({"a": 1.0, "b": 2, "answer": 3.0})["question"] == "1 + 2 ="
+    table = pa.table({"a": [1.0, 1.5, math.nan], "b": [2, 3, 4], "answer": ["3", "4.5", "x"]})
+    rows = parsers.table_rows(table, columns, 0)
+    assert [next(rows)["question"], next(rows)["question"]] == ["1 + 2 =", "1.5 + 3 ="]
+    with pytest.raises(ValueError, match=r"^row 3: a is nan, expected text or a number for data\.prompt_template$"):
+        next(rows)
 
 
 @pytest.mark.parametrize(
