@@ -185,6 +185,29 @@ def test_a_cell_of_a_template_reads_as_an_answer_does() -> None:
         next(rows)
 
 
+@pytest.mark.parametrize("template", [None, "{question}"])
+def test_bytes_are_the_text_that_they_hold(template: str | None) -> None:
+    columns = Columns(template=template, system="how")
+    kinds = {"question": pa.binary(), "answer": pa.large_binary(), "how": pa.binary(3)}
+    records = [{"question": "½ of 84?".encode(), "answer": b"42", "how": b"Add"}]
+    records += [{"question": b"1?", "answer": b"\xff", "how": None}]
+    rows = parsers.table_rows(pa.Table.from_pylist(records, pa.schema(kinds)), columns, 0)
+    messages = [system("Add"), user("½ of 84?")]
+    assert next(rows) == {"question": "½ of 84?", "answer": "42", "messages": messages}
+    with pytest.raises(ValueError, match=r"^row 2: answer is b'\\xff', expected text: these bytes are not UTF-8$"):
+        next(rows)
+
+
+def test_numbers_of_single_precision_have_their_shortest_text() -> None:
+    numbers = pa.array([0.1, 7.0, None], pa.float32())
+    entries = pa.StructArray.from_arrays([numbers, pa.array(["x"] * 3)], ["b", "c"])
+    table = pa.table({"question": pa.array([0.1, 2.5, 1e-7], pa.float32()), "a": entries, "answer": [0.1, 2.0, 3.0]})
+    rows = parsers.table_rows(table, Columns(answer="a.b", template="{question} {a.c} {answer}"), 0)
+    assert [next(rows)["answer"], next(rows)["question"]] == ["0.1", "2.5 x 2"]
+    with pytest.raises(ValueError, match=r"^row 3: the answer to '1e-07 x 3' is None"):
+        next(rows)
+
+
 @pytest.mark.parametrize(
     ("template", "said"),
     [

@@ -143,7 +143,15 @@ class Columns:
         return _as_text(cell)
 
     def _cell(self, record: Mapping[str, Any], path: str) -> Any:
-        """The cell of a record; None if it, or what it would be an entry of, is missing."""
+        """The cell of a record, as text if it holds the bytes of one; raises ValueError if it holds other bytes."""
+        cell = self._entry(record, path)
+        try:
+            return cell.decode() if isinstance(cell, bytes) else cell
+        except UnicodeDecodeError:
+            raise ValueError(f"{path} is {cell!r:.80}, expected text: these bytes are not UTF-8") from None
+
+    def _entry(self, record: Mapping[str, Any], path: str) -> Any:
+        """The cell of a record as it is stored; None if it, or what it would be an entry of, is missing."""
         if path in record or "." not in path:
             return record.get(path)
         value: Any = record

@@ -217,10 +217,26 @@ def table_rows(table: pa.Table, columns: Columns, before: int) -> Iterator[Row]:
     """
     number = before
     try:
-        for record in table.select(columns.roots(table.column_names)).to_pylist():
+        for record in _in_full(table.select(columns.roots(table.column_names))).to_pylist():
             number += 1
             yield columns.row(record)
     except ColumnError:
         raise
     except ValueError as error:
         raise ValueError(f"row {number}: {error}") from None
+
+
+def _in_full(table: pa.Table) -> pa.Table:
+    """A table in which numbers of single precision are those that their texts say: 0.1, not 0.10000000149011612."""
+    for index, field in enumerate(table.schema):
+        if (texts := _singles_as(pa.string(), field.type)) != field.type:
+            column = table.column(index).cast(texts).cast(_singles_as(pa.float64(), field.type))
+            table = table.set_column(index, field.name, column)
+    return table
+
+
+def _singles_as(other: pa.DataType, kind: pa.DataType) -> pa.DataType:
+    """A type with another one in place of single precision, also in the entries of its cells."""
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_singles_as(other, field.type)) for field in kind])
+    return other if pa.types.is_float32(kind) else kind
