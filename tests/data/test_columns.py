@@ -209,6 +209,21 @@ def test_numbers_of_single_precision_have_their_shortest_text() -> None:
 
 
 @pytest.mark.parametrize(
+    ("suffix", "content"),
+    [
+        (".json", '[{"question": "1?", "answer": 1}]'),
+        (".json", '{"question": "1?", "answer": 1}\n'),
+        (".jsonl", '{"question": "1?", "answer": 1}\n'),
+        (".csv", "question,answer\n1?,1\n"),
+    ],
+)
+def test_a_byte_order_mark_is_no_part_of_a_file(suffix: str, content: str, tmp_path: Path) -> None:
+    (file := tmp_path / f"p{suffix}").write_text(content, "utf-8-sig")
+    rows = sources.first_rows(DataConfig(source=str(file), params={}), 2)
+    assert [(row["question"], row["answer"]) for row in rows] == [("1?", "1")]
+
+
+@pytest.mark.parametrize(
     ("template", "said"),
     [
         ("\\boxed{} {question}", r"\{\} is no column; .* braces that are text are doubled: \{\{ and \}\}"),

@@ -7,6 +7,7 @@ Left out: where files lie and how they are read in parallel (files.py).
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -89,7 +90,7 @@ def parse_jsonl(file: pa.NativeFile, part: Part, columns: Columns) -> Iterator[R
 
 def parse_json(file: pa.NativeFile, part: Part, columns: Columns) -> Iterator[Row]:
     """Yields the rows of a file with a JSON list of objects, or with an object per line."""
-    content = file.read()
+    content = file.read().removeprefix(codecs.BOM_UTF8)
     if not content.lstrip().startswith(b"["):
         yield from parse_jsonl(pa.BufferReader(content), part, columns)
         return
