@@ -208,6 +208,17 @@ def test_numbers_of_single_precision_have_their_shortest_text() -> None:
         next(rows)
 
 
+def test_a_cell_of_a_csv_file_may_be_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "p.csv").write_text(f'question,answer\n1?,1\n"{"x" * 3_000_000}",2\n3?,3\n')
+    data = DataConfig(source=str(file), params={})
+    assert [len(row["question"]) for row in sources.first_rows(data, 3)] == [2, 3_000_000, 2]
+    monkeypatch.setattr(parsers, "_LONGEST_ROW", 1 << 20)
+    with pytest.raises(ConfigError) as refused:
+        sources.first_rows(data, 3)
+    said = "a row is longer than 1 MiB: a cell is that large, or its quote is never closed"
+    assert str(refused.value) == f"data.source {file}: {said}"
+
+
 @pytest.mark.parametrize(
     ("suffix", "content"),
     [

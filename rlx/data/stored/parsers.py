@@ -23,6 +23,7 @@ from rlx.data.stored.columns import SCHEMA, ColumnError, Columns, Row
 
 _TABLE_ROWS = 16_384  # of the tables in which rows are handed on
 _TABLE_BYTES = 1 << 30  # of such a table: a small file may hold much that is repeated
+_LONGEST_ROW = 1 << 26  # bytes of a row of a CSV file; as much of the file is parsed at once
 _NEXT_BYTES = 65_536  # read at a time to find the end of a line
 
 
@@ -115,12 +116,20 @@ def parse_csv(file: pa.NativeFile, part: Part, columns: Columns) -> Iterator[Row
         strings_can_be_null=True,
         null_values=[""],
     )
-    table = pa.csv.read_csv(
-        file,
-        read_options=pa.csv.ReadOptions(use_threads=False),  # with threads an error names no row
-        parse_options=pa.csv.ParseOptions(newlines_in_values=True),
-        convert_options=as_text,
-    )
+    block = max(_NEXT_BYTES, min(file.size(), _LONGEST_ROW))  # a row has to fit in one
+    try:
+        table = pa.csv.read_csv(
+            file,
+            # With threads an error names no row.
+            read_options=pa.csv.ReadOptions(use_threads=False, block_size=block),
+            parse_options=pa.csv.ParseOptions(newlines_in_values=True),
+            convert_options=as_text,
+        )
+    except pa.ArrowInvalid as error:
+        if "block size" not in str(error):
+            raise
+        too_long = f"a row is longer than {_LONGEST_ROW >> 20} MiB: a cell is that large, or its quote is never closed"
+        raise ValueError(f"{part.name}: {too_long}") from None
     yield from table_rows(table, columns, 1)  # below the header, which is a row of the file, too
 
 
