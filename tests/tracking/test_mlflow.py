@@ -271,6 +271,18 @@ def test_a_server_that_is_not_there_is_refused_without_its_password() -> None:
         mlflow.find_experiment("http://user:secret@127.0.0.1:9", "e")
 
 
+def test_an_experiment_is_found_among_more_than_one_page(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow lists a thousand at a time."""
+    client = mlflow.client(uri)
+    experiment = client.create_experiment("rlx")
+    client.create_experiment("newer")
+    first_page = client.search_experiments(max_results=1)
+    monkeypatch.setattr(type(client), "search_experiments", lambda self: first_page)
+    assert mlflow.find_experiment(uri, "rlx") == experiment
+    with pytest.raises(ConfigError, match=r"^no experiment 'newr' in sqlite:.*; nearest: newer$"):
+        mlflow.find_experiment(uri, "newr")
+
+
 FIRST_USER = """
 import sys
 from pathlib import Path

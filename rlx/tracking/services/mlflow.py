@@ -256,12 +256,13 @@ def find_experiment(uri: str, name: str) -> str:
     if path != uri and not Path(path).is_file():  # MLflow would create an empty database
         raise ConfigError(f"no MLflow database {path}")
     try:
-        ids = {experiment.name: str(experiment.experiment_id) for experiment in client(uri).search_experiments()}
+        found = client(uri).get_experiment_by_name(name)
+        names = [] if found else [each.name for each in client(uri).search_experiments()]
     except Exception as error:  # the error type depends on the kind of store
         raise ConfigError(f"tracking store {without_password(uri)}: {cause(error)}") from None
-    if name not in ids:
-        raise ConfigError(f"no experiment {name!r} in {without_password(uri)}{nearest(name, list(ids))}")
-    return ids[name]
+    if not found:
+        raise ConfigError(f"no experiment {name!r} in {without_password(uri)}{nearest(name, names)}")
+    return str(found.experiment_id)
 
 
 def find_runs(uri: str, experiment_id: str, *, kind: str | None = None, parent: str | None = None) -> list[TrackedRun]:
