@@ -31,8 +31,10 @@ from rlx.tracking.services.origin import origin_tags
 _MAX_PARAM_LENGTH = 6000  # characters; MLflow refuses longer values of parameters
 _MAX_LISTED_TABLES = 100  # the tag that lists the sample tables for the MLflow page holds at most 8000 characters
 _MAX_RUNS = 50_000
-_ONE_SHORT_ATTEMPT = {  # for requests to a server: delivery.py repeats them
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+_OF_THE_CLIENT = {
+    "GIT_PYTHON_REFRESH": "quiet",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # delivery.py repeats requests, and who waits at a prompt wants to hear
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
 # Without BAD_REQUEST: MLflow also answers that when its database has run out of connections.
@@ -70,7 +72,6 @@ class MLflowService:
     def __init__(self, uri: str) -> None:
         self.uri, self.address = uri, without_password(uri)
         self.reach = Reach.NODE if uri.startswith("sqlite:") else Reach.ANYWHERE  # MLflow opens the file itself
-        shorten_requests()
 
     def check(self) -> None:
         """Returns if a server or database answers.
@@ -356,9 +357,12 @@ def register(uri: str, run_id: str, folder: Path, name: str) -> str:
 
 
 def client(uri: str) -> Any:
-    """The MLflow client of a tracking store, with its log messages silenced. For this module and for tests."""
-    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    """The MLflow client of a tracking store, with its log messages silenced. For this module and for tests.
+
+    From now on this process asks a server once, and waits at most 10 s, unless the environment says otherwise.
+    """
+    for name, value in _OF_THE_CLIENT.items():
+        os.environ.setdefault(name, value)
     from mlflow import MlflowClient
 
     for name in ("mlflow", "mlflow.store.db.utils", "alembic"):  # the second logs tracebacks of a locked database
@@ -375,12 +379,6 @@ def _make_tables(uri: str) -> None:
     if uri.startswith(_SQLITE):
         with suppress(Exception), FileLock(f"{uri.removeprefix(_SQLITE)}.lock"):  # who asks next hears of an error
             MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
-
-
-def shorten_requests() -> None:
-    """From now on, each request of this process to a tracking server is made once and waits at most 10 s."""
-    for name, value in _ONE_SHORT_ATTEMPT.items():
-        os.environ.setdefault(name, value)
 
 
 def is_refusal(error: Exception) -> bool:
