@@ -34,7 +34,7 @@ _MAX_RUNS = 50_000
 _OF_THE_CLIENT = {
     "GIT_PYTHON_REFRESH": "quiet",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # delivery.py repeats requests, and who waits at a prompt wants to hear
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # delivery.py repeats requests
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
 # Without BAD_REQUEST: MLflow also answers that when its database has run out of connections.
@@ -73,16 +73,18 @@ class MLflowService:
         self.uri, self.address = uri, without_password(uri)
         self.reach = Reach.NODE if uri.startswith("sqlite:") else Reach.ANYWHERE  # MLflow opens the file itself
 
-    def check(self) -> None:
-        """Returns if a server or database answers.
+    def check(self, experiment: str) -> None:
+        """Returns if a server or database answers and takes runs of an experiment.
 
         Raises:
-            ConfigError: none answers at the address.
+            ConfigError: none answers at the address, or the experiment is deleted.
         """
         try:
-            client(self.uri).search_experiments(max_results=1)
+            found = client(self.uri).get_experiment_by_name(experiment)
         except Exception as error:  # the error type depends on the kind of store
             raise ConfigError(f"tracking.uri {self.address}: {cause(error)}") from None
+        if way_back := mlflow_page.way_back(self.address, found):
+            raise ConfigError(f"tracking.experiment {way_back}, --tracking.experiment NAME takes another")
 
     def browse_command(self) -> str:
         """What to type in a shell to see the runs in a browser."""
@@ -263,6 +265,8 @@ def find_experiment(uri: str, name: str) -> str:
         raise ConfigError(f"tracking store {without_password(uri)}: {cause(error)}") from None
     if not found:
         raise ConfigError(f"no experiment {name!r} in {without_password(uri)}{nearest(name, names)}")
+    if way_back := mlflow_page.way_back(without_password(uri), found):
+        raise ConfigError(f"experiment {way_back}")
     return str(found.experiment_id)
 
 
@@ -301,9 +305,8 @@ def read_artifact(uri: str, run_id: str, path: str) -> str:
     """The text of an artifact."""
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     with tempfile.TemporaryDirectory() as folder:
-        return Path(
-            artifact_places.required(client(uri), uri, run_id).download_artifacts(run_id, path, folder)
-        ).read_text()
+        found = artifact_places.required(client(uri), uri, run_id)
+        return Path(found.download_artifacts(run_id, path, folder)).read_text()
 
 
 def _tracked_run(run: Any) -> TrackedRun:
@@ -357,10 +360,7 @@ def register(uri: str, run_id: str, folder: Path, name: str) -> str:
 
 
 def client(uri: str) -> Any:
-    """The MLflow client of a tracking store, with its log messages silenced. For this module and for tests.
-
-    From now on this process asks a server once, and waits at most 10 s, unless the environment says otherwise.
-    """
+    """The MLflow client of a tracking store, silent and with short requests. For this module and for tests."""
     for name, value in _OF_THE_CLIENT.items():
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
