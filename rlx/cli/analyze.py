@@ -73,6 +73,8 @@ def print_analysis(args: argparse.Namespace) -> int:
     sweep = loading.load_sweep(uri, args.experiment, args.sweep or names[0], [args.metric] if args.metric else [])
     metric, mode = judged_by(args, sweep)
     against = loading.load_sweep(uri, args.experiment, args.against, [metric]) if args.against else None
+    for each in filter(None, (sweep, against) if args.metric else ()):
+        loading.check_logged(uri, each, metric)
     if not args.sweep and len(names) > 1:
         print(f"sweeps, newest first: {', '.join(names)}; --sweep NAME picks another\n")
     print(f"sweep {sweep.name}: {len(sweep.trials)} trials by {metric}\n")

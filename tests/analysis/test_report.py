@@ -384,6 +384,23 @@ def test_the_printed_export_names_a_trial_that_has_ended_by_its_address(
     assert f"its model: {command}\n" in capsys.readouterr().out
 
 
+def test_a_metric_that_no_trial_has_logged_is_refused_before_anything_is_written(
+    empty_database: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Any name may be that of one of eval.sets."""
+    uri = mlflow.default_uri(tmp_path)
+    shutil.copy(empty_database, tmp_path)
+    log_sweep(uri, "s", [Run({LR: 1e-4}, {0: 0.1, 4: 0.9})], [LR])
+    trial = loading.load_sweep(uri, "rlx", "s").trials[0]
+    mlflow.client(uri).log_metric(trial.run_ids[0], "eval/hard/avg_at_8", 0.5, step=4)
+    for metric, said in {"eval/hrad/avg@8": "eval/hrad/avg_at_8; nearest: eval/hard/avg_at_8", "mismatch/kl": ""}.items():
+        assert analyze.main(["--storage", str(tmp_path), "--metric", metric]) == 1
+        err = capsys.readouterr().err
+        assert err.startswith(f"error: no trial of sweep s has logged {said or metric}") and err.count("\n") == 1
+    assert not (tmp_path / "analysis").exists()
+    assert analyze.main(["--storage", str(tmp_path), "--metric", "eval/hard/avg@8"]) == 0
+
+
 @pytest.mark.parametrize(("tag", "value"), [("rlx.metric", "no/such"), ("rlx.mode", "MAX")])
 def test_a_record_that_says_something_else_is_damaged(
     empty_database: Path, tmp_path: Path, tag: str, value: str
