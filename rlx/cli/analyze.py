@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from rlx.cli.options import CommandParser, exit_code
 from rlx.config.errors import ConfigError
-from rlx.config.run import RUN_NAME
+from rlx.config.run import RUN_NAME, RunConfig, storage_words
+from rlx.config.sections.records import TrackingConfig
 from rlx.config.sweep import Mode, metric_name
 from rlx.runs import run_folder
 from rlx.storage import signatures
@@ -38,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--sweep", metavar="NAME", help="the sweep to analyze (default: the newest)")
     parser.add_argument("--against", metavar="NAME", help="another sweep: compare the best setting of each")
-    parser.add_argument("--experiment", default="rlx", help="MLflow experiment of the sweep (default: %(default)s)")
+    experiment = TrackingConfig().experiment
+    parser.add_argument("--experiment", default=experiment, help="MLflow experiment of the sweep (default: %(default)s)")
     parser.add_argument("--tracking-uri", metavar="URI", help="MLflow server or database (default: in --storage)")
     parser.add_argument("--storage", default="storage", help="folder with the runs (default: %(default)s)")
     parser.add_argument(
@@ -97,6 +99,14 @@ def print_analysis(args: argparse.Namespace) -> int:
     paths = report.write_report(sweep, folder, uri, metric, mode, compared, evidence, withheld)
     print("\n".join(["files, also in MLflow under analysis/:", *map(str, paths)]))
     return 0
+
+
+def sweep_words(name: str, config: RunConfig) -> list[str]:
+    """The options with which this command finds a sweep of a config."""
+    tracking, default = config.tracking, TrackingConfig()
+    words = ["--sweep", name, *storage_words(config.storage)]
+    words += ["--experiment", tracking.experiment] if tracking.experiment != default.experiment else []
+    return words + (["--tracking-uri", tracking.uri] if tracking.uri else [])
 
 
 def judged_by(args: argparse.Namespace, sweep: Sweep) -> tuple[str, Mode]:
