@@ -89,11 +89,12 @@ def print_analysis(args: argparse.Namespace) -> int:
     print(f"{sweep_verdict(settings, evidence, metric)}\n")
     if evidence.against:
         print(f"{gap_sentence(evidence.against)}\n")
+    place = report.other_place(sweep, metric, mode)
     if settings[0].ended:
         run = loading.trial_address(uri, settings[0].ended[0]) or "RUN"
-        print(f"its model: {shlex.join(['rlx', 'export', f'{run}@best', '--register', 'NAME'])}\n")
-    folder = storage / "analysis" / sweep.name / report.other_place(sweep, metric, mode)
-    folder = Path(args.out) if args.out else folder
+        step = "newest" if place else "best"  # which is best is kept by the sweep's own metric
+        print(f"its model: {shlex.join(['rlx', 'export', f'{run}@{step}', '--register', 'NAME'])}\n")
+    folder = Path(args.out) if args.out else storage / "analysis" / sweep.name / place
     runs = open_storage(args.storage, create=False) / "sweeps" / sweep.name / "runs"
     withheld = report.withhold_nothing if args.trust else partial(_not_own, runs)
     paths = report.write_report(sweep, folder, uri, metric, mode, compared, evidence, withheld)

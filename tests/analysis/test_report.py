@@ -377,11 +377,14 @@ def test_the_printed_export_names_a_trial_that_has_ended_by_its_address(
         settings = {LR: 1e-4, "seed": seed, "storage": "s3://b/kept?region=eu"}
         folder = {"rlx.folder": f"b/kept/sweeps/s/runs/trial_{seed}"}
         runs.append(Run(settings, {0: 0.1, 4: 0.9}, status, folder))
-    log_sweep(mlflow.default_uri(tmp_path), "s", runs, [LR, "seed"])
-    # By a metric that is no evaluation's, so that nobody looks into the runs' folders.
-    assert analyze.main(["--storage", str(tmp_path), "--metric", "kl/ref"]) == 0
-    command = "rlx export 's3://b/kept/sweeps/s/runs/trial_1?region=eu@best' --register NAME"
-    assert f"its model: {command}\n" in capsys.readouterr().out
+    # By metrics that are no evaluation's, so that nobody looks into the runs' folders.
+    log_sweep(mlflow.default_uri(tmp_path), "s", runs, [LR, "seed"], {"rlx.metric": "kl/ref"})
+    command = "rlx export 's3://b/kept/sweeps/s/runs/trial_1?region=eu@{}' --register NAME"
+    assert analyze.main(["--storage", str(tmp_path)]) == 0
+    assert f"its model: {command.format('best')}\n" in capsys.readouterr().out
+    for words in (["--mode", "min"], ["--metric", "tokens/total"]):  # the run has kept what is best by kl/ref
+        assert analyze.main(["--storage", str(tmp_path), *words]) == 0
+        assert f"its model: {command.format('newest')}\n" in capsys.readouterr().out
 
 
 def test_a_metric_that_no_trial_has_logged_is_refused_before_anything_is_written(
