@@ -239,7 +239,9 @@ def race_text(uri: str, sweep: Sweep) -> str:
 
 def trial_address(uri: str, trial: Trial) -> str | None:
     """The address of the run folder of the last attempt of a trial; None if it was not recorded."""
-    first, last = (mlflow.get_run(uri, run_id) for run_id in (trial.run_ids[0], trial.run_ids[-1]))
+    first = last = mlflow.get_run(uri, trial.run_ids[0])
+    if len(trial.run_ids) > 1:
+        last = mlflow.get_run(uri, trial.run_ids[-1])
     folder = last.tags.get("rlx.folder")
     return run_address(folder, first.params.get("storage", "")) if folder else None
 
