@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sweep", metavar="NAME", help="the sweep to analyze (default: the newest)")
     parser.add_argument("--against", metavar="NAME", help="another sweep: compare the best setting of each")
     experiment = TrackingConfig().experiment
-    parser.add_argument("--experiment", default=experiment, help="MLflow experiment of the sweep (default: %(default)s)")
+    parser.add_argument(
+        "--experiment", default=experiment, help="MLflow experiment of the sweep (default: %(default)s)"
+    )
     parser.add_argument("--tracking-uri", metavar="URI", help="MLflow server or database (default: in --storage)")
     parser.add_argument("--storage", default="storage", help="folder with the runs (default: %(default)s)")
     parser.add_argument(

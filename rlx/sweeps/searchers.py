@@ -170,7 +170,9 @@ def searcher(name: SearchName, space: Space, count: int, seed: int, points: Poin
     if lists := [key for key, domain in space.items() if isinstance(domain, dict)]:
         if "grid_search" in space[lists[0]]:
             raise ConfigError(f"--search {name} does not try all values: {lists[0]} needs tune.choice, not grid_search")
-        raise ConfigError(f"--search {name} takes no dict that does not vary: give {lists[0]} as a setting of the sweep")
+        raise ConfigError(
+            f"--search {name} takes no dict that does not vary: give {lists[0]} as a setting of the sweep"
+        )
     if not varied:
         raise ConfigError(f"--search {name} has nothing to vary: no setting of the space has a range or choices")
     for key, domain in varied.items():

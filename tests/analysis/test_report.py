@@ -396,7 +396,10 @@ def test_a_metric_that_no_trial_has_logged_is_refused_before_anything_is_written
     log_sweep(uri, "s", [Run({LR: 1e-4}, {0: 0.1, 4: 0.9})], [LR])
     trial = loading.load_sweep(uri, "rlx", "s").trials[0]
     mlflow.client(uri).log_metric(trial.run_ids[0], "eval/hard/avg_at_8", 0.5, step=4)
-    for metric, said in {"eval/hrad/avg@8": "eval/hrad/avg_at_8; nearest: eval/hard/avg_at_8", "mismatch/kl": ""}.items():
+    for metric, said in {
+        "eval/hrad/avg@8": "eval/hrad/avg_at_8; nearest: eval/hard/avg_at_8",
+        "mismatch/kl": "",
+    }.items():
         assert analyze.main(["--storage", str(tmp_path), "--metric", metric]) == 1
         err = capsys.readouterr().err
         assert err.startswith(f"error: no trial of sweep s has logged {said or metric}") and err.count("\n") == 1

@@ -247,7 +247,9 @@ def test_an_export_runs_no_code_and_uses_no_address_of_a_stranger(
     assert export.run_config(trusting, found) == from_tree(settings(**evil, **URL))
 
 
-@pytest.mark.parametrize(("name", "hint"), [("my model:ü", "; nearest: my-model-ü"), ("a/b", "; nearest: a-b"), ("", "")])
+@pytest.mark.parametrize(
+    ("name", "hint"), [("my model:ü", "; nearest: my-model-ü"), ("a/b", "; nearest: a-b"), ("", "")]
+)
 def test_a_name_that_mlflow_does_not_take_is_refused_before_the_export(
     name: str, hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
