@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from rlx.cli.options import CommandParser, exit_code
 from rlx.config.errors import ConfigError
-from rlx.config.run import RUN_NAME, RunConfig, storage_words
+from rlx.config.run import RUN_NAME, storage_words
 from rlx.config.sections.records import TrackingConfig
 from rlx.config.sweep import Mode, metric_name
 from rlx.runs import run_folder
@@ -104,10 +104,10 @@ def print_analysis(args: argparse.Namespace) -> int:
     return 0
 
 
-def sweep_words(name: str, config: RunConfig) -> list[str]:
-    """The options with which this command finds a sweep of a config."""
-    tracking, default = config.tracking, TrackingConfig()
-    words = ["--sweep", name, *storage_words(config.storage)]
+def sweep_words(name: str, storage: str, tracking: TrackingConfig) -> list[str]:
+    """The options with which this command finds a sweep that is kept in a storage."""
+    default = TrackingConfig()
+    words = ["--sweep", name, *storage_words(storage)]
     words += ["--experiment", tracking.experiment] if tracking.experiment != default.experiment else []
     return words + (["--tracking-uri", tracking.uri] if tracking.uri else [])
 

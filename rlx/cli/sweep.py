@@ -391,5 +391,5 @@ def write_analysis(plan: SweepPlan, storage: Storage) -> None:
         paths = report.write_report(sweep, folder, plan.tracking_uri, plan.metric, plan.mode, compared, evidence)
         print("\n".join(str(path) for path in paths))
     except Exception as error:  # each kind of MLflow store has its own errors
-        again = shlex.join(["rlx", "analyze", *sweep_words(plan.name, plan.config)])
+        again = shlex.join(["rlx", "analyze", *sweep_words(plan.name, plan.config.storage, plan.config.tracking)])
         print(f"no analysis: {one_line(error, 300)}; later: {again}", file=sys.stderr)

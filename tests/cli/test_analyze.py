@@ -8,7 +8,7 @@ import pytest
 
 from rlx.cli import analyze
 from rlx.config.loading import from_tree
-from rlx.config.run import RunConfig
+from rlx.config.sections.records import TrackingConfig
 from rlx.storage.addresses import open_storage
 from rlx.storage.signatures import SIGNATURE, Signer
 
@@ -61,11 +61,10 @@ def test_the_storage_that_is_there_has_the_database(tmp_path: Path) -> None:
 
 
 def test_a_printed_command_finds_its_sweep_wherever_that_is() -> None:
-    assert analyze.sweep_words("nb", RunConfig()) == ["--sweep", "nb"]
-    tracking = {"uri": "http://host:5000", "experiment": "my sums"}
-    elsewhere = from_tree({"storage": "/my runs", "tracking": tracking})
+    assert analyze.sweep_words("nb", "storage", TrackingConfig()) == ["--sweep", "nb"]
+    tracking = TrackingConfig(uri="http://host:5000", experiment="my sums")
     words = ["--sweep", "nb", "--storage", "/my runs", "--experiment", "my sums", "--tracking-uri", "http://host:5000"]
-    assert analyze.sweep_words("nb", elsewhere) == words
+    assert analyze.sweep_words("nb", "/my runs", tracking) == words
 
 
 def named(name: str) -> Any:
