@@ -186,6 +186,20 @@ def check_metric(metric: str, choices: Sequence[str]) -> None:
         raise ConfigError(f"unknown metric {metric!r}{nearest(metric, choices)}")
 
 
+def check_logged(uri: str, sweep: Sweep, metric: str) -> None:
+    """Refuses a loaded metric that no trial has logged: a name of one of eval.sets may be any.
+
+    Raises:
+        ConfigError: none has logged it.
+    """
+    if any(trial.history[metric].notna().any() for trial in sweep.trials):
+        return
+    runs = (mlflow.get_run(uri, run_id) for trial in sweep.trials for run_id in trial.run_ids)
+    logged = sorted({name for run in runs for name in run.metrics})
+    if metric not in logged:  # infinite values are not loaded
+        raise ConfigError(f"no trial of sweep {sweep.name} has logged {metric}{nearest(metric, logged)}")
+
+
 def samples(uri: str, trial: Trial) -> pd.DataFrame:
     """The newest answers of a trial to held-out prompts, with `SAMPLE_COLUMNS`; empty if it has none."""
     for run_id in reversed(trial.run_ids):
@@ -225,7 +239,9 @@ def race_text(uri: str, sweep: Sweep) -> str:
 
 def trial_address(uri: str, trial: Trial) -> str | None:
     """The address of the run folder of the last attempt of a trial; None if it was not recorded."""
-    first, last = (mlflow.get_run(uri, run_id) for run_id in (trial.run_ids[0], trial.run_ids[-1]))
+    first = last = mlflow.get_run(uri, trial.run_ids[0])
+    if len(trial.run_ids) > 1:
+        last = mlflow.get_run(uri, trial.run_ids[-1])
     folder = last.tags.get("rlx.folder")
     return run_address(folder, first.params.get("storage", "")) if folder else None
 

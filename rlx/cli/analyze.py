@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from rlx.cli.options import CommandParser, exit_code
 from rlx.config.errors import ConfigError
-from rlx.config.run import RUN_NAME
+from rlx.config.run import RUN_NAME, storage_words
+from rlx.config.sections.records import TrackingConfig
 from rlx.config.sweep import Mode, metric_name
 from rlx.runs import run_folder
 from rlx.storage import signatures
@@ -38,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--sweep", metavar="NAME", help="the sweep to analyze (default: the newest)")
     parser.add_argument("--against", metavar="NAME", help="another sweep: compare the best setting of each")
-    parser.add_argument("--experiment", default="rlx", help="MLflow experiment of the sweep (default: %(default)s)")
+    experiment = TrackingConfig().experiment
+    parser.add_argument(
+        "--experiment", default=experiment, help="MLflow experiment of the sweep (default: %(default)s)"
+    )
     parser.add_argument("--tracking-uri", metavar="URI", help="MLflow server or database (default: in --storage)")
     parser.add_argument("--storage", default="storage", help="folder with the runs (default: %(default)s)")
     parser.add_argument(
@@ -73,6 +77,8 @@ def print_analysis(args: argparse.Namespace) -> int:
     sweep = loading.load_sweep(uri, args.experiment, args.sweep or names[0], [args.metric] if args.metric else [])
     metric, mode = judged_by(args, sweep)
     against = loading.load_sweep(uri, args.experiment, args.against, [metric]) if args.against else None
+    for each in filter(None, (sweep, against) if args.metric else ()):
+        loading.check_logged(uri, each, metric)
     if not args.sweep and len(names) > 1:
         print(f"sweeps, newest first: {', '.join(names)}; --sweep NAME picks another\n")
     print(f"sweep {sweep.name}: {len(sweep.trials)} trials by {metric}\n")
@@ -85,16 +91,25 @@ def print_analysis(args: argparse.Namespace) -> int:
     print(f"{sweep_verdict(settings, evidence, metric)}\n")
     if evidence.against:
         print(f"{gap_sentence(evidence.against)}\n")
+    place = report.other_place(sweep, metric, mode)
     if settings[0].ended:
         run = loading.trial_address(uri, settings[0].ended[0]) or "RUN"
-        print(f"its model: {shlex.join(['rlx', 'export', f'{run}@best', '--register', 'NAME'])}\n")
-    folder = storage / "analysis" / sweep.name / report.other_place(sweep, metric, mode)
-    folder = Path(args.out) if args.out else folder
+        step = "newest" if place else "best"  # which is best is kept by the sweep's own metric
+        print(f"its model: {shlex.join(['rlx', 'export', f'{run}@{step}', '--register', 'NAME'])}\n")
+    folder = Path(args.out) if args.out else storage / "analysis" / sweep.name / place
     runs = open_storage(args.storage, create=False) / "sweeps" / sweep.name / "runs"
     withheld = report.withhold_nothing if args.trust else partial(_not_own, runs)
     paths = report.write_report(sweep, folder, uri, metric, mode, compared, evidence, withheld)
     print("\n".join(["files, also in MLflow under analysis/:", *map(str, paths)]))
     return 0
+
+
+def sweep_words(name: str, storage: str, tracking: TrackingConfig) -> list[str]:
+    """The options with which this command finds a sweep that is kept in a storage."""
+    default = TrackingConfig()
+    words = ["--sweep", name, *storage_words(storage)]
+    words += ["--experiment", tracking.experiment] if tracking.experiment != default.experiment else []
+    return words + (["--tracking-uri", tracking.uri] if tracking.uri else [])
 
 
 def judged_by(args: argparse.Namespace, sweep: Sweep) -> tuple[str, Mode]:

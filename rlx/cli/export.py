@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,6 +57,7 @@ def _argument_parser() -> argparse.ArgumentParser:
 
 def write(args: argparse.Namespace) -> int:
     """Finds the checkpoint, exports it, and prints what it is and how to load it."""
+    check_model_name(args.register)
     out = free_folder(args.out) if args.out else None
     _, checkpoint = run_folder.checkpoint_of(which(args.run, args.checkpoint), args.storage)
     manifest = checkpoint.manifest
@@ -75,6 +77,16 @@ def write(args: argparse.Namespace) -> int:
         version = registered(uri, manifest.mlflow_run_id, folder, args.register)
         print(f"registered as {args.register}, version {version}: {MLflowService(uri).browse_command()}")
     return 0
+
+
+def check_model_name(name: str | None) -> None:
+    """Raises ConfigError if MLflow takes no registered model of a name: before the export, which takes long."""
+    if name is None or (name.strip() and not set(name) & set("/:")):
+        return
+    hint = re.sub(r"[\s/:]+", "-", name).strip("-")
+    raise ConfigError(
+        f"--register {name}: MLflow takes no name with / or : and no empty one" + (f"; nearest: {hint}" if hint else "")
+    )
 
 
 def run_config(args: argparse.Namespace, checkpoint: CheckpointEntry) -> RunConfig:

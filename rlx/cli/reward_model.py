@@ -206,7 +206,7 @@ def step_line(metrics: Mapping[str, float]) -> str:
 @contextmanager
 def _recorded(service: TrackingService, experiment: str, name: str, params: Mapping[str, Any]) -> Iterator[RunWriter]:
     """A run at the tracking service that lasts as long as the training."""
-    service.check()
+    service.check(experiment)
     status, now = RunStatus.FAILED, _milliseconds()
     texts, tags = {key: str(value) for key, value in params.items()}, {"rlx.kind": "reward_model"}
     run_id = service.make_run(uuid.uuid4().hex, experiment, name, parent=None, params=texts, tags=tags, at=now)

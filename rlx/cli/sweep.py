@@ -371,6 +371,7 @@ def write_analysis(plan: SweepPlan, storage: Storage) -> None:
     from rlx.analysis import loading, report, tables
     from rlx.analysis.comparison import cost
     from rlx.analysis.comparison.wording import sweep_verdict
+    from rlx.cli.analyze import sweep_words
     from rlx.storage.addresses import local_folder
     from rlx.tracking import outbox
 
@@ -390,4 +391,5 @@ def write_analysis(plan: SweepPlan, storage: Storage) -> None:
         paths = report.write_report(sweep, folder, plan.tracking_uri, plan.metric, plan.mode, compared, evidence)
         print("\n".join(str(path) for path in paths))
     except Exception as error:  # each kind of MLflow store has its own errors
-        print(f"no analysis: {one_line(error, 300)}; later: rlx analyze --sweep {plan.name}", file=sys.stderr)
+        again = shlex.join(["rlx", "analyze", *sweep_words(plan.name, plan.config.storage, plan.config.tracking)])
+        print(f"no analysis: {one_line(error, 300)}; later: {again}", file=sys.stderr)

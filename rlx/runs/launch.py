@@ -179,7 +179,7 @@ def _check(prepared: PreparedRun, folder: Storage, resume: bool, parent: Parent 
         check_start(config)
     if not resume and parent is None:  # a resume and a trial keep their records until the server answers
         for service in prepared.tracking:
-            service.check()
+            service.check(config.tracking.experiment)
 
 
 def bring_folders(prepared: PreparedRun) -> FolderCopies | None:

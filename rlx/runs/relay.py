@@ -77,8 +77,8 @@ class RelayedService:
     def __init__(self, actor: Any, name: BackendName, title: str, address: str) -> None:
         self.actor, self.name, self.title, self.address = actor, name, title, address
 
-    def check(self) -> None:
-        self._call("check")
+    def check(self, experiment: str) -> None:
+        self._call("check", experiment)
 
     def browse_command(self) -> str:
         return str(self._call("browse_command"))

@@ -219,7 +219,7 @@ def create_sweep(plan: SweepPlan, storage: Storage) -> None:
     space = load_space(plan.space, plan.tree)
     tell_unscheduled(plan, space)
     for service in plan.tracking:
-        service.check()
+        service.check(plan.config.tracking.experiment)
     _create_mlflow_run(plan, folder, space)
     content, code = asdict(plan), Path(plan.space).read_text()
     (folder / SIGNATURE).write_text(Signer.new().sign({"plan": content, "space": code}))

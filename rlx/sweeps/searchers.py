@@ -168,7 +168,11 @@ def searcher(name: SearchName, space: Space, count: int, seed: int, points: Poin
         return SEARCHES[name](space, count, seed, points)
     varied = {key: domain for key, domain in space.items() if isinstance(domain, Domain)}
     if lists := [key for key, domain in space.items() if isinstance(domain, dict)]:
-        raise ConfigError(f"--search {name} does not try all values: {lists[0]} needs tune.choice, not grid_search")
+        if "grid_search" in space[lists[0]]:
+            raise ConfigError(f"--search {name} does not try all values: {lists[0]} needs tune.choice, not grid_search")
+        raise ConfigError(
+            f"--search {name} takes no dict that does not vary: give {lists[0]} as a setting of the sweep"
+        )
     if not varied:
         raise ConfigError(f"--search {name} has nothing to vary: no setting of the space has a range or choices")
     for key, domain in varied.items():

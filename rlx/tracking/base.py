@@ -174,11 +174,11 @@ class TrackingService(Protocol):
     def address(self) -> str:
         """The address, as messages show it: without a password."""
 
-    def check(self) -> None:
-        """Returns if the service answers.
+    def check(self, experiment: str) -> None:
+        """Returns if the service answers and takes new runs of an experiment.
 
         Raises:
-            ConfigError: no service answers at the address.
+            ConfigError: no service answers at the address, or the experiment is deleted.
         """
 
     def browse_command(self) -> str:

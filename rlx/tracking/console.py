@@ -120,7 +120,7 @@ def _settings_line(settings: Mapping[str, Any]) -> str:
 
 
 def _setting_text(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"{value:.12g}" if isinstance(value, float) else str(value)  # in full, as in an analysis: 0.9999 is not 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from rlx.analysis.comparison.wording import gap_sentence, plan_lines, sweep_verd
 from rlx.analysis.paired import deficits
 from rlx.analysis.statistics import group_trials
 from rlx.cli.sweep import write_analysis
+from rlx.config.run import RunConfig
 from rlx.config.sweep import DEFAULT_METRIC
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import StorageError
@@ -222,7 +223,7 @@ def ended(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> tuple[str, str]:
     """What the end of the sweep `judged` prints: output and errors."""
-    tracked = SimpleNamespace(tracking=SimpleNamespace(experiment="rlx"), storage=str(tmp_path))
+    tracked = RunConfig(storage=str(tmp_path))
     plan: Any = SimpleNamespace(name="judged", tracking_uri=uri, config=tracked, metric=DEFAULT_METRIC, mode="max")
     monkeypatch.setattr(outbox, "run_id", lambda folder: "")
     write_analysis(plan, open_storage(str(tmp_path)))
@@ -247,7 +248,7 @@ def test_a_sweep_whose_analysis_cannot_be_written_ends_with_what_it_proves(
     monkeypatch.setattr(report, "write_report", fail)
     out, err = ended(uri, tmp_path, monkeypatch, capsys)
     assert "| rank | actor_lr " in out and " is ahead of actor_lr 0.0002 by " in out
-    assert err == "no analysis: the disk is full; later: rlx analyze --sweep judged\n"
+    assert err == f"no analysis: the disk is full; later: rlx analyze --sweep judged --storage {tmp_path}\n"
 
 
 def test_numbers_are_kept_for_other_programs(uri: str) -> None:

@@ -11,6 +11,7 @@ from sweep_cases import BASE, Run, config, log_run, log_sweep
 from rlx.analysis import loading
 from rlx.config.errors import ConfigError, printable
 from rlx.config.sections.base import flatten
+from rlx.tracking.base import TrackedRun
 from rlx.tracking.services import mlflow
 
 VARIED = ("train.actor_lr", "algorithm.kl_estimator", "algorithm.adaptive_kl_target")
@@ -126,6 +127,24 @@ def test_trials_have_the_time_of_their_end(uri: str, sweep: loading.Sweep) -> No
     assert None not in ends and ends == sorted(ends)
     assert loading.load_sweep(uri, "rlx", "alone").trials[0].end_ms is None
     assert sweep.experiment_id == loading.mlflow.find_experiment(uri, "rlx")
+
+
+def test_the_run_of_a_trial_with_one_attempt_is_asked_for_once(
+    uri: str, sweep: loading.Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, get_run = list[str](), mlflow.get_run
+
+    def noted(uri: str, run_id: str) -> TrackedRun:
+        asked.append(run_id)
+        return get_run(uri, run_id)
+
+    monkeypatch.setattr(mlflow, "get_run", noted)
+    loading.trial_address(uri, sweep.trials[0])
+    assert asked == [*sweep.trials[0].run_ids]
+    asked.clear()
+    cloned = loading.load_sweep(uri, "rlx", "cloned").trials[0]
+    loading.trial_address(uri, cloned)
+    assert asked == [cloned.run_ids[0], cloned.run_ids[-1]]
 
 
 def test_samples_are_the_newest(uri: str, sweep: loading.Sweep) -> None:

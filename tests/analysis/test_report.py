@@ -377,11 +377,34 @@ def test_the_printed_export_names_a_trial_that_has_ended_by_its_address(
         settings = {LR: 1e-4, "seed": seed, "storage": "s3://b/kept?region=eu"}
         folder = {"rlx.folder": f"b/kept/sweeps/s/runs/trial_{seed}"}
         runs.append(Run(settings, {0: 0.1, 4: 0.9}, status, folder))
-    log_sweep(mlflow.default_uri(tmp_path), "s", runs, [LR, "seed"])
-    # By a metric that is no evaluation's, so that nobody looks into the runs' folders.
-    assert analyze.main(["--storage", str(tmp_path), "--metric", "kl/ref"]) == 0
-    command = "rlx export 's3://b/kept/sweeps/s/runs/trial_1?region=eu@best' --register NAME"
-    assert f"its model: {command}\n" in capsys.readouterr().out
+    # By metrics that are no evaluation's, so that nobody looks into the runs' folders.
+    log_sweep(mlflow.default_uri(tmp_path), "s", runs, [LR, "seed"], {"rlx.metric": "kl/ref"})
+    command = "rlx export 's3://b/kept/sweeps/s/runs/trial_1?region=eu@{}' --register NAME"
+    assert analyze.main(["--storage", str(tmp_path)]) == 0
+    assert f"its model: {command.format('best')}\n" in capsys.readouterr().out
+    for words in (["--mode", "min"], ["--metric", "tokens/total"]):  # the run has kept what is best by kl/ref
+        assert analyze.main(["--storage", str(tmp_path), *words]) == 0
+        assert f"its model: {command.format('newest')}\n" in capsys.readouterr().out
+
+
+def test_a_metric_that_no_trial_has_logged_is_refused_before_anything_is_written(
+    empty_database: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Any name may be that of one of eval.sets."""
+    uri = mlflow.default_uri(tmp_path)
+    shutil.copy(empty_database, tmp_path)
+    log_sweep(uri, "s", [Run({LR: 1e-4}, {0: 0.1, 4: 0.9})], [LR])
+    trial = loading.load_sweep(uri, "rlx", "s").trials[0]
+    mlflow.client(uri).log_metric(trial.run_ids[0], "eval/hard/avg_at_8", 0.5, step=4)
+    for metric, said in {
+        "eval/hrad/avg@8": "eval/hrad/avg_at_8; nearest: eval/hard/avg_at_8",
+        "mismatch/kl": "",
+    }.items():
+        assert analyze.main(["--storage", str(tmp_path), "--metric", metric]) == 1
+        err = capsys.readouterr().err
+        assert err.startswith(f"error: no trial of sweep s has logged {said or metric}") and err.count("\n") == 1
+    assert not (tmp_path / "analysis").exists()
+    assert analyze.main(["--storage", str(tmp_path), "--metric", "eval/hard/avg@8"]) == 0
 
 
 @pytest.mark.parametrize(("tag", "value"), [("rlx.metric", "no/such"), ("rlx.mode", "MAX")])

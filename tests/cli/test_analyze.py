@@ -8,6 +8,7 @@ import pytest
 
 from rlx.cli import analyze
 from rlx.config.loading import from_tree
+from rlx.config.sections.records import TrackingConfig
 from rlx.storage.addresses import open_storage
 from rlx.storage.signatures import SIGNATURE, Signer
 
@@ -57,6 +58,13 @@ def test_an_analysis_that_cannot_end_says_why_in_a_line(
 def test_the_storage_that_is_there_has_the_database(tmp_path: Path) -> None:
     assert analyze.existing_uri(tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
     assert not list(tmp_path.iterdir())
+
+
+def test_a_printed_command_finds_its_sweep_wherever_that_is() -> None:
+    assert analyze.sweep_words("nb", "storage", TrackingConfig()) == ["--sweep", "nb"]
+    tracking = TrackingConfig(uri="http://host:5000", experiment="my sums")
+    words = ["--sweep", "nb", "--storage", "/my runs", "--experiment", "my sums", "--tracking-uri", "http://host:5000"]
+    assert analyze.sweep_words("nb", "/my runs", tracking) == words
 
 
 def named(name: str) -> Any:

@@ -1,10 +1,12 @@
 """Which cells of a stored row are read, and the row that they make."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from rlx.config.errors import ConfigError
@@ -12,6 +14,7 @@ from rlx.config.loading import from_tree
 from rlx.config.sections.data import DataConfig
 from rlx.data import sources
 from rlx.data.reasoning_gym import generated_questions
+from rlx.data.stored import parsers
 from rlx.data.stored.columns import ChatMessage, ColumnError, Columns, conversation
 
 
@@ -169,6 +172,66 @@ def test_a_template_makes_the_question_of_several_cells() -> None:
         columns.roots(["answer", "facts"])
     with pytest.raises(ValueError, match=r"question is None, expected text or a number for data\.prompt_template"):
         columns.row(record | {"question": None})
+
+
+def test_a_cell_of_a_template_reads_as_an_answer_does() -> None:
+    """pandas and Parquet keep a column of integers with a missing one as floats."""
+    columns = Columns(answer="answer", template="{a} + {b} =")
+    assert columns.row({"a": 1.0, "b": 2, "answer": 3.0})["question"] == "1 + 2 ="
+    table = pa.table({"a": [1.0, 1.5, math.nan], "b": [2, 3, 4], "answer": ["3", "4.5", "x"]})
+    rows = parsers.table_rows(table, columns, 0)
+    assert [next(rows)["question"], next(rows)["question"]] == ["1 + 2 =", "1.5 + 3 ="]
+    with pytest.raises(ValueError, match=r"^row 3: a is nan, expected text or a number for data\.prompt_template$"):
+        next(rows)
+
+
+@pytest.mark.parametrize("template", [None, "{question}"])
+def test_bytes_are_the_text_that_they_hold(template: str | None) -> None:
+    columns = Columns(template=template, system="how")
+    kinds = {"question": pa.binary(), "answer": pa.large_binary(), "how": pa.binary(3)}
+    records = [{"question": "½ of 84?".encode(), "answer": b"42", "how": b"Add"}]
+    records += [{"question": b"1?", "answer": b"\xff", "how": None}]
+    rows = parsers.table_rows(pa.Table.from_pylist(records, pa.schema(kinds)), columns, 0)
+    messages = [system("Add"), user("½ of 84?")]
+    assert next(rows) == {"question": "½ of 84?", "answer": "42", "messages": messages}
+    with pytest.raises(ValueError, match=r"^row 2: answer is b'\\xff', expected text: these bytes are not UTF-8$"):
+        next(rows)
+
+
+def test_numbers_of_single_precision_have_their_shortest_text() -> None:
+    numbers = pa.array([0.1, 7.0, None], pa.float32())
+    entries = pa.StructArray.from_arrays([numbers, pa.array(["x"] * 3)], ["b", "c"])
+    table = pa.table({"question": pa.array([0.1, 2.5, 1e-7], pa.float32()), "a": entries, "answer": [0.1, 2.0, 3.0]})
+    rows = parsers.table_rows(table, Columns(answer="a.b", template="{question} {a.c} {answer}"), 0)
+    assert [next(rows)["answer"], next(rows)["question"]] == ["0.1", "2.5 x 2"]
+    with pytest.raises(ValueError, match=r"^row 3: the answer to '1e-07 x 3' is None"):
+        next(rows)
+
+
+def test_a_cell_of_a_csv_file_may_be_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "p.csv").write_text(f'question,answer\n1?,1\n"{"x" * 3_000_000}",2\n3?,3\n')
+    data = DataConfig(source=str(file), params={})
+    assert [len(row["question"]) for row in sources.first_rows(data, 3)] == [2, 3_000_000, 2]
+    monkeypatch.setattr(parsers, "_LONGEST_ROW", 1 << 20)
+    with pytest.raises(ConfigError) as refused:
+        sources.first_rows(data, 3)
+    said = "a row is longer than 1 MiB: a cell is that large, or its quote is never closed"
+    assert str(refused.value) == f"data.source {file}: {said}"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content"),
+    [
+        (".json", '[{"question": "1?", "answer": 1}]'),
+        (".json", '{"question": "1?", "answer": 1}\n'),
+        (".jsonl", '{"question": "1?", "answer": 1}\n'),
+        (".csv", "question,answer\n1?,1\n"),
+    ],
+)
+def test_a_byte_order_mark_is_no_part_of_a_file(suffix: str, content: str, tmp_path: Path) -> None:
+    (file := tmp_path / f"p{suffix}").write_text(content, "utf-8-sig")
+    rows = sources.first_rows(DataConfig(source=str(file), params={}), 2)
+    assert [(row["question"], row["answer"]) for row in rows] == [("1?", "1")]
 
 
 @pytest.mark.parametrize(

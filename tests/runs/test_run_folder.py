@@ -247,6 +247,19 @@ def test_an_export_runs_no_code_and_uses_no_address_of_a_stranger(
     assert export.run_config(trusting, found) == from_tree(settings(**evil, **URL))
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"), [("my model:ü", "; nearest: my-model-ü"), ("a/b", "; nearest: a-b"), ("", "")]
+)
+def test_a_name_that_mlflow_does_not_take_is_refused_before_the_export(
+    name: str, hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run is not even looked for."""
+    assert export.main(["gone", "--storage", str(tmp_path), "--register", name]) == 1
+    expected = f"error: --register {name}: MLflow takes no name with / or : and no empty one{hint}\n"
+    assert capsys.readouterr().err == expected
+    export.check_model_name("my model-ü")
+
+
 def test_a_refusal_of_what_a_stranger_wrote_is_one_short_line(tmp_path: Path) -> None:
     made(tmp_path / "runs" / "a", reward__answer_pattern="(a)\n" * 5000)
     with pytest.raises(ConfigError) as refused, run_folder.saved_run("a", str(tmp_path), {}):

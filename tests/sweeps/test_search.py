@@ -280,6 +280,11 @@ def test_bayesopt_looks_at_a_logarithmic_range_by_its_logarithm() -> None:
         ("optuna", {"seed": tune.grid_search([1])}, "--search optuna does not try all values: seed needs tune.choice"),
         ("hyperopt", {"seed": tune.grid_search([1])}, "--search hyperopt does not try all values: seed needs"),
         ("bayesopt", {"seed": tune.grid_search([1])}, "--search bayesopt does not try all values: seed needs"),
+        (
+            "optuna",
+            RANGES | {"train.clip_range": {"from": 0.3, "to": 0.1}},
+            "--search optuna takes no dict that does not vary: give train.clip_range as a setting of the sweep",
+        ),
         ("bayesopt", CHOICES, "--search bayesopt needs an unbroken range for train.ppo_epochs: use tune.uniform"),
         ("bayesopt", {"seed": tune.randint(0, 9)}, "--search bayesopt needs an unbroken range for seed"),
         ("bayesopt", {"seed": 3}, "--search bayesopt has nothing to vary"),

@@ -13,9 +13,9 @@ from rlx.tracking.startup import StartUp
 from rlx.types import Phase
 
 SETTINGS = {
-    "train.actor_lr": 0.0001711779,
-    "train.critic_lr": 0.000368356,
-    "algorithm.kl_coef": 0.0160519,
+    "train.actor_lr": 0.0001712,
+    "train.critic_lr": 0.0003684,
+    "algorithm.kl_coef": 0.01605,
     "train.ppo_epochs": 2,
 }
 METRICS = {
@@ -55,7 +55,7 @@ def test_nothing_is_cut_or_broken(width: int) -> None:
     screen_text = "\n".join(shown)
     assert "…" not in screen_text and max(map(len, shown)) <= width - 2
     assert len(shown) <= 4
-    for text in ("0.000171", "0.000368", "0.0161", "120/120", "0.833", "finished", "running"):
+    for text in ("0.0001712", "0.0003684", "0.01605", "120/120", "0.833", "finished", "running"):
         assert text in screen_text
     if width == 140:
         assert "trial_00001" in screen_text and "0:56" in screen_text
@@ -79,7 +79,7 @@ def test_before_the_first_step_and_with_changed_settings() -> None:
     assert lines(progress, text)[-1].endswith("starting 0 s")
     progress.update("trial_00000", SETTINGS | {"train.ppo_epochs": 4, "train.actor_lr": 0.5}, {"step": 1}, "running")
     last = lines(progress, text)[-1].split()
-    assert last == ["trial_00000", "0.5", "0.000368", "0.0161", "4", "1/120", "running"]
+    assert last == ["trial_00000", "0.5", "0.0003684", "0.01605", "4", "1/120", "running"]
 
 
 def test_the_metric_of_a_sweep_takes_the_place_of_the_accuracy() -> None:
@@ -140,10 +140,13 @@ def test_a_sweep_in_a_file_says_how_long_each_trial_took_to_start(clock: Callabl
     sweep = SweepProgress(4, console=Console(file=text, width=120))
     started(sweep, clock)
     sweep.update("trial_00000", {"train.ppo_epochs": 2}, {}, "running")
+    sweep.update("trial_00001", {"train.ema_decay": 0.9999, "algorithm.kl_coef": 0.1 + 0.2}, {}, "running")
     clock(51.0)
     sweep.update("trial_00000", {}, {"step": 0, "time/eval": 1.0, "eval/accuracy": 0.5}, "running")
     assert text.getvalue().splitlines()[3:] == [
-        "trial_00000 running  train.ppo_epochs 2", "trial_00000 running  step 0/4  held-out 0.500  started in 31 s",
+        "trial_00000 running  train.ppo_epochs 2",
+        "trial_00001 running  train.ema_decay 0.9999  algorithm.kl_coef 0.3",
+        "trial_00000 running  step 0/4  held-out 0.500  started in 31 s",
     ]  # fmt: skip
 
 

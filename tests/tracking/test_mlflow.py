@@ -265,10 +265,40 @@ def test_a_run_opens_among_those_of_model_training(uri: str) -> None:
 
 def test_a_server_that_is_not_there_is_refused_without_its_password() -> None:
     with pytest.raises(ConfigError) as error:
-        mlflow.MLflowService("http://user:secret@127.0.0.1:9").check()
+        mlflow.MLflowService("http://user:secret@127.0.0.1:9").check("rlx")
     assert str(error.value) == "tracking.uri http://127.0.0.1:9: connection refused"
     with pytest.raises(ConfigError, match=r"^tracking store http://127\.0\.0\.1:9: connection refused$"):
         mlflow.find_experiment("http://user:secret@127.0.0.1:9", "e")
+
+
+def test_a_deleted_experiment_is_refused_before_a_run_starts(uri: str) -> None:
+    """MLflow gives its id, and then takes no runs of it."""
+    service, client = mlflow.MLflowService(uri), mlflow.client(uri)
+    service.check("mine")  # a run makes it
+    experiment = client.create_experiment("mine")
+    service.check("mine")
+    client.delete_experiment(experiment)
+    told = f"'mine' is deleted: `MLFLOW_TRACKING_URI={uri} mlflow experiments restore -x {experiment}` restores it"
+    with pytest.raises(ConfigError) as error:
+        service.check("mine")
+    assert str(error.value) == f"tracking.experiment {told}, --tracking.experiment NAME takes another"
+    with pytest.raises(ConfigError) as error:
+        mlflow.find_experiment(uri, "mine")
+    assert str(error.value) == f"experiment {told}"
+    client.restore_experiment(experiment)
+    service.check("mine")
+
+
+def test_an_experiment_is_found_among_more_than_one_page(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow lists a thousand at a time."""
+    client = mlflow.client(uri)
+    experiment = client.create_experiment("rlx")
+    client.create_experiment("newer")
+    first_page = client.search_experiments(max_results=1)
+    monkeypatch.setattr(type(client), "search_experiments", lambda self: first_page)
+    assert mlflow.find_experiment(uri, "rlx") == experiment
+    with pytest.raises(ConfigError, match=r"^no experiment 'newr' in sqlite:.*; nearest: newer$"):
+        mlflow.find_experiment(uri, "newr")
 
 
 FIRST_USER = """
@@ -279,7 +309,7 @@ from rlx.tracking.services import mlflow
 service = mlflow.MLflowService(mlflow.default_uri(Path(sys.argv[1])))
 print("ready", flush=True)
 sys.stdin.readline()
-service.check()
+service.check("rlx")
 for i in range(5):
     service.make_run(f"{sys.argv[2]}-{i}", f"experiment {i}", "a run", parent=None, params={}, tags={}, at=i)
 """

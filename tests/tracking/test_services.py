@@ -145,8 +145,8 @@ def test_an_end_that_comes_twice_is_written_once(tmp_path: Path, folder: Storage
 def test_a_folder_that_cannot_be_made_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"^tracking\.backends tensorboard: .*file"):
-        TensorBoardService(tmp_path / "file" / "tb").check()
-    TensorBoardService(tmp_path / "tb").check()
+        TensorBoardService(tmp_path / "file" / "tb").check("rlx")
+    TensorBoardService(tmp_path / "tb").check("rlx")
     assert (tmp_path / "tb").is_dir()
 
 
@@ -201,7 +201,7 @@ def test_wandb_offline_keeps_steps_settings_and_id_over_attempts(
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    WandbService(tmp_path).check()  # offline needs no key
+    WandbService(tmp_path).check("rlx")  # offline needs no key
     recorded(WandbService(tmp_path), folder, 0, 1, 2)
     time.sleep(1.1)  # W&B names an attempt's folder by the second: a resume of a run takes longer than one
     recorded(WandbService(tmp_path), folder, 1, 2, 3)
@@ -228,7 +228,7 @@ def test_wandb_says_that_there_is_no_key(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with pytest.raises(ConfigError, match="no key for W&B: `wandb login` asks for it, WANDB_API_KEY holds it"):
-        WandbService(tmp_path).check()
+        WandbService(tmp_path).check("rlx")
 
 
 def test_settings_are_nested_and_typed() -> None:

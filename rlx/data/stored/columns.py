@@ -138,12 +138,20 @@ class Columns:
 
     def _filled(self, record: Mapping[str, Any], column: str) -> str:
         cell = self._cell(record, column) if column else ""
-        if not isinstance(cell, str | int | float):
+        if not isinstance(cell, str | int | float) or _is_missing(cell):
             raise ValueError(f"{column} is {cell!r:.80}, expected text or a number for data.prompt_template")
-        return str(cell)
+        return _as_text(cell)
 
     def _cell(self, record: Mapping[str, Any], path: str) -> Any:
-        """The cell of a record; None if it, or what it would be an entry of, is missing."""
+        """The cell of a record, as text if it holds the bytes of one; raises ValueError if it holds other bytes."""
+        cell = self._entry(record, path)
+        try:
+            return cell.decode() if isinstance(cell, bytes) else cell
+        except UnicodeDecodeError:
+            raise ValueError(f"{path} is {cell!r:.80}, expected text: these bytes are not UTF-8") from None
+
+    def _entry(self, record: Mapping[str, Any], path: str) -> Any:
+        """The cell of a record as it is stored; None if it, or what it would be an entry of, is missing."""
         if path in record or "." not in path:
             return record.get(path)
         value: Any = record
@@ -225,12 +233,20 @@ def text_of(messages: Sequence[ChatMessage]) -> str:
 
 def clean_answer(question: str, answer: Any) -> str:
     """Returns an answer as text; raises ValueError if there is none, or it or the question is no Unicode."""
-    if answer is None or answer != answer or isinstance(answer, list | dict):
+    if _is_missing(answer) or isinstance(answer, list | dict):
         raise ValueError(f"the answer to {question!r:.80} is {answer!r:.80}, expected text or a number")
     try:
         f"{question}{answer}".encode()
     except UnicodeEncodeError:
         raise ValueError(f"not valid Unicode: {question!r:.80} or its answer {answer!r:.80}") from None
+    return _as_text(answer)
+
+
+def _is_missing(cell: Any) -> bool:
+    return cell is None or cell != cell
+
+
+def _as_text(cell: Any) -> str:
     # pandas writes integers as floats when their column has a missing value.
-    is_integer = isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53
-    return str(int(answer) if is_integer else answer)
+    is_integer = isinstance(cell, float) and cell.is_integer() and abs(cell) < 2**53
+    return str(int(cell) if is_integer else cell)

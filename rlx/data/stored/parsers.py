@@ -7,6 +7,7 @@ Left out: where files lie and how they are read in parallel (files.py).
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,7 @@ from rlx.data.stored.columns import SCHEMA, ColumnError, Columns, Row
 
 _TABLE_ROWS = 16_384  # of the tables in which rows are handed on
 _TABLE_BYTES = 1 << 30  # of such a table: a small file may hold much that is repeated
+_LONGEST_ROW = 1 << 26  # bytes of a row of a CSV file; as much of the file is parsed at once
 _NEXT_BYTES = 65_536  # read at a time to find the end of a line
 
 
@@ -89,7 +91,7 @@ def parse_jsonl(file: pa.NativeFile, part: Part, columns: Columns) -> Iterator[R
 
 def parse_json(file: pa.NativeFile, part: Part, columns: Columns) -> Iterator[Row]:
     """Yields the rows of a file with a JSON list of objects, or with an object per line."""
-    content = file.read()
+    content = file.read().removeprefix(codecs.BOM_UTF8)
     if not content.lstrip().startswith(b"["):
         yield from parse_jsonl(pa.BufferReader(content), part, columns)
         return
@@ -114,12 +116,20 @@ def parse_csv(file: pa.NativeFile, part: Part, columns: Columns) -> Iterator[Row
         strings_can_be_null=True,
         null_values=[""],
     )
-    table = pa.csv.read_csv(
-        file,
-        read_options=pa.csv.ReadOptions(use_threads=False),  # with threads an error names no row
-        parse_options=pa.csv.ParseOptions(newlines_in_values=True),
-        convert_options=as_text,
-    )
+    block = max(_NEXT_BYTES, min(file.size(), _LONGEST_ROW))  # a row has to fit in one
+    try:
+        table = pa.csv.read_csv(
+            file,
+            # With threads an error names no row.
+            read_options=pa.csv.ReadOptions(use_threads=False, block_size=block),
+            parse_options=pa.csv.ParseOptions(newlines_in_values=True),
+            convert_options=as_text,
+        )
+    except pa.ArrowInvalid as error:
+        if "block size" not in str(error):
+            raise
+        too_long = f"a row is longer than {_LONGEST_ROW >> 20} MiB: a cell is that large, or its quote is never closed"
+        raise ValueError(f"{part.name}: {too_long}") from None
     yield from table_rows(table, columns, 1)  # below the header, which is a row of the file, too
 
 
@@ -217,10 +227,26 @@ def table_rows(table: pa.Table, columns: Columns, before: int) -> Iterator[Row]:
     """
     number = before
     try:
-        for record in table.select(columns.roots(table.column_names)).to_pylist():
+        for record in _in_full(table.select(columns.roots(table.column_names))).to_pylist():
             number += 1
             yield columns.row(record)
     except ColumnError:
         raise
     except ValueError as error:
         raise ValueError(f"row {number}: {error}") from None
+
+
+def _in_full(table: pa.Table) -> pa.Table:
+    """A table in which numbers of single precision are those that their texts say: 0.1, not 0.10000000149011612."""
+    for index, field in enumerate(table.schema):
+        if (texts := _singles_as(pa.string(), field.type)) != field.type:
+            column = table.column(index).cast(texts).cast(_singles_as(pa.float64(), field.type))
+            table = table.set_column(index, field.name, column)
+    return table
+
+
+def _singles_as(other: pa.DataType, kind: pa.DataType) -> pa.DataType:
+    """A type with another one in place of single precision, also in the entries of its cells."""
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_singles_as(other, field.type)) for field in kind])
+    return other if pa.types.is_float32(kind) else kind

@@ -31,8 +31,10 @@ from rlx.tracking.services.origin import origin_tags
 _MAX_PARAM_LENGTH = 6000  # characters; MLflow refuses longer values of parameters
 _MAX_LISTED_TABLES = 100  # the tag that lists the sample tables for the MLflow page holds at most 8000 characters
 _MAX_RUNS = 50_000
-_ONE_SHORT_ATTEMPT = {  # for requests to a server: delivery.py repeats them
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+_OF_THE_CLIENT = {
+    "GIT_PYTHON_REFRESH": "quiet",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # delivery.py repeats requests
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
 # Without BAD_REQUEST: MLflow also answers that when its database has run out of connections.
@@ -71,18 +73,19 @@ class MLflowService:
     def __init__(self, uri: str) -> None:
         self.uri, self.address = uri, without_password(uri)
         self.reach = Reach.NODE if uri.startswith("sqlite:") else Reach.ANYWHERE  # MLflow opens the file itself
-        shorten_requests()
 
-    def check(self) -> None:
-        """Returns if a server or database answers.
+    def check(self, experiment: str) -> None:
+        """Returns if a server or database answers and takes runs of an experiment.
 
         Raises:
-            ConfigError: none answers at the address.
+            ConfigError: none answers at the address, or the experiment is deleted.
         """
         try:
-            client(self.uri).search_experiments(max_results=1)
+            found = client(self.uri).get_experiment_by_name(experiment)
         except Exception as error:  # the error type depends on the kind of store
             raise ConfigError(f"tracking.uri {self.address}: {cause(error)}") from None
+        if way_back := mlflow_page.way_back(self.address, found):
+            raise ConfigError(f"tracking.experiment {way_back}, --tracking.experiment NAME takes another")
 
     def browse_command(self) -> str:
         """What to type in a shell to see the runs in a browser."""
@@ -257,12 +260,15 @@ def find_experiment(uri: str, name: str) -> str:
     if path != uri and not Path(path).is_file():  # MLflow would create an empty database
         raise ConfigError(f"no MLflow database {path}")
     try:
-        ids = {experiment.name: str(experiment.experiment_id) for experiment in client(uri).search_experiments()}
+        found = client(uri).get_experiment_by_name(name)
+        names = [] if found else [each.name for each in client(uri).search_experiments()]
     except Exception as error:  # the error type depends on the kind of store
         raise ConfigError(f"tracking store {without_password(uri)}: {cause(error)}") from None
-    if name not in ids:
-        raise ConfigError(f"no experiment {name!r} in {without_password(uri)}{nearest(name, list(ids))}")
-    return ids[name]
+    if not found:
+        raise ConfigError(f"no experiment {name!r} in {without_password(uri)}{nearest(name, names)}")
+    if way_back := mlflow_page.way_back(without_password(uri), found):
+        raise ConfigError(f"experiment {way_back}")
+    return str(found.experiment_id)
 
 
 def find_runs(uri: str, experiment_id: str, *, kind: str | None = None, parent: str | None = None) -> list[TrackedRun]:
@@ -355,9 +361,9 @@ def register(uri: str, run_id: str, folder: Path, name: str) -> str:
 
 
 def client(uri: str) -> Any:
-    """The MLflow client of a tracking store, with its log messages silenced. For this module and for tests."""
-    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    """The MLflow client of a tracking store, silent and with short requests. For this module and for tests."""
+    for name, value in _OF_THE_CLIENT.items():
+        os.environ.setdefault(name, value)
     from mlflow import MlflowClient
 
     for name, level in _LEVELS.items():  # the second logs tracebacks of a locked database
@@ -375,12 +381,6 @@ def _make_tables(uri: str) -> None:
     if uri.startswith(_SQLITE):
         with suppress(Exception), FileLock(f"{uri.removeprefix(_SQLITE)}.lock"):  # who asks next hears of an error
             MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
-
-
-def shorten_requests() -> None:
-    """From now on, each request of this process to a tracking server is made once and waits at most 10 s."""
-    for name, value in _ONE_SHORT_ATTEMPT.items():
-        os.environ.setdefault(name, value)
 
 
 def is_refusal(error: Exception) -> bool:

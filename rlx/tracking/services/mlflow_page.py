@@ -54,6 +54,14 @@ def browse_command(uri: str) -> str:
     return f"{'open' if has_server(uri) else 'mlflow ui --backend-store-uri'} {shlex.quote(uri)}"
 
 
+def way_back(uri: str, experiment: Any) -> str:
+    """That an experiment is deleted, and what to type in a shell to restore it; empty if it is not, or is None."""
+    if experiment is None or experiment.lifecycle_stage == "active":
+        return ""
+    command = f"MLFLOW_TRACKING_URI={shlex.quote(uri)} mlflow experiments restore -x {experiment.experiment_id}"
+    return f"{experiment.name!r} is deleted: `{command}` restores it"
+
+
 def run_path(experiment_id: str, run_id: str) -> str:
     """What follows the address of the server in that of a run's page."""
     return f"/#/experiments/{experiment_id}/runs/{run_id}{_TRAINING_VIEW}"

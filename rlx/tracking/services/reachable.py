@@ -54,7 +54,7 @@ def check_tracking(tracking: TrackingConfig) -> None:
     if "mlflow" in tracking.backends:
         check_mlflow(tracking.uri)
     if "wandb" in tracking.backends:
-        WandbService(Path()).check()
+        WandbService(Path()).check(tracking.experiment)
 
 
 def check_mlflow(uri: str | None) -> None:

@@ -42,7 +42,7 @@ class TensorBoardService:
     def __init__(self, folder: Path) -> None:
         self.folder, self.address = folder, str(folder)
 
-    def check(self) -> None:
+    def check(self, experiment: str) -> None:
         """Makes the folder.
 
         Raises:

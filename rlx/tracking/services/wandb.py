@@ -51,7 +51,7 @@ class WandbService:
         """W&B's server, or the folder of its files."""
         return str(self.folder / "wandb") if _is_offline() else _server()
 
-    def check(self) -> None:
+    def check(self, experiment: str) -> None:
         """Returns if W&B finds a key, or needs none.
 
         Raises:
