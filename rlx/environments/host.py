@@ -165,12 +165,12 @@ class EnvironmentHost(BulkActor):
 
     async def _start(self, key: str, beginning: Beginning) -> Observation:
         environment = await self._called(self._kind, **self.settings.params)
+        # Before `reset`, which may fail: the instance is closed all the same.
+        self._live[key] = environment if has_steps(self._kind) else ToolDialogue(environment, self._called)
         said: Any = None
         if callable(getattr(environment, "reset", None)):
             said = await self._called(environment.reset, beginning.row, beginning.seed)
-        messages = messages_of(beginning.row.question if said is None else said)
-        self._live[key] = environment if has_steps(self._kind) else ToolDialogue(environment, self._called)
-        return Observation(messages)
+        return Observation(messages_of(beginning.row.question if said is None else said))
 
     async def _step(self, key: str, action: Action) -> Observation:
         live = self._live[key]

@@ -45,6 +45,13 @@ class Scored(Plain):
         raise RuntimeError("it is over, whatever this says")
 
 
+class Unready(Scored):
+    """Begins with what is no message, or raises."""
+
+    def reset(self, row: TaskRow, seed: int) -> Any:
+        return {"role": "user"} if self.start else {}["no server"]
+
+
 class Exhausted(Plain):
     def step(self, action: str) -> Any:
         return next(iter([])), 0.0, False
@@ -188,6 +195,16 @@ def test_episodes_end_once_by_their_key_and_by_their_owner() -> None:
         return counts
 
     assert asyncio.run(played()) == [1, 3, 4]
+
+
+@pytest.mark.parametrize("start", [None, "no message"])
+def test_an_instance_that_does_not_begin_is_closed_like_any_other(start: str | None) -> None:
+    host = host_of("Unready", start=start)
+    Scored.ended.clear()
+    assert run(lambda: host.start("1", BEGINNING)).failure
+    assert run(lambda: host.start("1", BEGINNING)).failure and len(Scored.ended) == 1
+    run(lambda: host.close("1"))
+    assert len(Scored.ended) == 2
 
 
 def test_a_turn_of_an_episode_that_is_not_there_is_a_failure() -> None:
