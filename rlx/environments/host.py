@@ -63,7 +63,7 @@ class HostSettings:
     name: str  # of the environment
     params: Mapping[str, Any]
     timeout_s: float  # of a call
-    concurrency: int  # calls of plain methods at the same time
+    concurrency: int  # calls at the same time
     memory_mb: int | None = None  # that the process may use beyond what it starts with
 
 
@@ -98,6 +98,8 @@ class EnvironmentHost(BulkActor):
         """Raises ConfigError if there is no such environment."""
         self.settings, self._kind = settings, load_environment(settings.name)
         self._live: dict[str, Any] = {}  # dialogues by key
+        # Several workers may ask for more calls at the same time: the time limit of one begins once it has room.
+        self._room = asyncio.Semaphore(settings.concurrency)
         self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="environment")
         self._thread_calls: WeakKeyDictionary[Any, Future[Any]] = WeakKeyDictionary()  # the newest one of each task
         if settings.memory_mb:
@@ -144,18 +146,20 @@ class EnvironmentHost(BulkActor):
     async def _ended(self, live: Any) -> None:
         close = getattr(getattr(live, "environment", live), "close", None)
         if close is not None:
-            with contextlib.suppress(Exception, asyncio.CancelledError):  # it is over, whatever it says
-                await asyncio.wait_for(self._called(close), self.settings.timeout_s)
+            async with self._room:
+                with contextlib.suppress(Exception, asyncio.CancelledError):  # it is over, whatever it says
+                    await asyncio.wait_for(self._called(close), self.settings.timeout_s)
 
     async def _timed(self, call: Callable[[], Awaitable[Observation]]) -> Reply:
-        started, task = time.monotonic(), asyncio.ensure_future(call())
-        done, _ = await asyncio.wait([task], timeout=self.settings.timeout_s)
-        call_on_thread = self._thread_calls.pop(task, None)
-        if not done:
-            task.cancel()
-            done, _ = await asyncio.wait([task], timeout=_CANCEL_S)
-            is_stuck = not done or (call_on_thread is not None and call_on_thread.running())
-            return Reply(failure=f"took longer than {self.settings.timeout_s:g} s", is_late=True, is_stuck=is_stuck)
+        async with self._room:
+            started, task = time.monotonic(), asyncio.ensure_future(call())
+            done, _ = await asyncio.wait([task], timeout=self.settings.timeout_s)
+            call_on_thread = self._thread_calls.pop(task, None)
+            if not done:
+                task.cancel()
+                done, _ = await asyncio.wait([task], timeout=_CANCEL_S)
+                is_stuck = not done or (call_on_thread is not None and call_on_thread.running())
+                return Reply(failure=f"took longer than {self.settings.timeout_s:g} s", is_late=True, is_stuck=is_stuck)
         if task.cancelled():  # by the environment itself
             return Reply(failure="raised CancelledError")
         error = task.exception()

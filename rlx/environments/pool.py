@@ -52,6 +52,7 @@ class ActorHost:
     """A host in a Ray actor."""
 
     def __init__(self, actor: Any, timeout_s: float) -> None:
+        """`timeout_s`: in which a call ends, with the time that it waits for other ranks' calls there."""
         self._actor, self._timeout_s, self._has_answered = actor, timeout_s, False
         self._calls, self._is_dead = BulkCalls(actor, "its host"), False
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
@@ -50,6 +51,18 @@ class Unready(Scored):
 
     def reset(self, row: TaskRow, seed: int) -> Any:
         return {"role": "user"} if self.start else {}["no server"]
+
+
+class Slow(Scored):
+    """Takes 0.3 s for each call."""
+
+    def step(self, action: str) -> Any:
+        time.sleep(0.3)
+        return "a", 0.0, False
+
+    def close(self) -> None:
+        time.sleep(0.3)
+        Scored.ended.append("closed")
 
 
 class Exhausted(Plain):
@@ -205,6 +218,20 @@ def test_an_instance_that_does_not_begin_is_closed_like_any_other(start: str | N
     assert run(lambda: host.start("1", BEGINNING)).failure and len(Scored.ended) == 1
     run(lambda: host.close("1"))
     assert len(Scored.ended) == 2
+
+
+def test_calls_that_wait_for_one_another_are_not_late() -> None:
+    host = EnvironmentHost(HostSettings("test_host:Slow", {}, 0.5, 1))
+    Scored.ended.clear()
+
+    async def played() -> list[Reply]:
+        for key in "abc":
+            await host.start(key, BEGINNING)
+        return (await asyncio.gather(*(host.step(key, Action("a", 0)) for key in "ab"), host.close("c")))[:2]
+
+    for reply in asyncio.run(played()):
+        assert reply.observation and reply.observation.seconds < 0.5
+    assert Scored.ended == ["closed"]
 
 
 def test_a_turn_of_an_episode_that_is_not_there_is_a_failure() -> None:
