@@ -54,6 +54,7 @@ class Reply:
     failure: str = ""  # why there is no observation
     is_late: bool = False  # the call took longer than it may
     is_stuck: bool = False  # it still goes on, and cannot be ended
+    is_unknown: bool = False  # no episode has the key: the process was started anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,9 @@ class HostSettings:
     timeout_s: float  # of a call
     concurrency: int  # calls at the same time
     memory_mb: int | None = None  # that the process may use beyond what it starts with
+
+
+_UNKNOWN = Reply(failure="its process was started anew", is_unknown=True)
 
 
 class HostLost(Exception):
@@ -112,11 +116,13 @@ class EnvironmentHost(BulkActor):
 
     async def step(self, key: str, action: Action) -> Reply:
         """What the environment answers to a turn."""
-        return await self._timed(functools.partial(self._step, key, action))
+        live = self._live.get(key)
+        return _UNKNOWN if live is None else await self._timed(functools.partial(self._step, live, action))
 
     async def finish(self, key: str, answer: str) -> Reply:
         """The score of an episode that was cut, as a reward; `answer`: the last that the policy said."""
-        return await self._timed(functools.partial(_finish, self._live, key, answer, self._called))
+        live = self._live.get(key)
+        return _UNKNOWN if live is None else await self._timed(functools.partial(_finish, live, answer, self._called))
 
     async def repeat(
         self, key: str, beginning: Beginning, actions: Sequence[Action], answer: str | None = None
@@ -176,8 +182,7 @@ class EnvironmentHost(BulkActor):
             said = await self._called(environment.reset, beginning.row, beginning.seed)
         return Observation(messages_of(beginning.row.question if said is None else said))
 
-    async def _step(self, key: str, action: Action) -> Observation:
-        live = self._live[key]
+    async def _step(self, live: Any, action: Action) -> Observation:
         if isinstance(live, ToolDialogue):
             return await live.step(action.text)
         step = live.step
@@ -200,9 +205,8 @@ class EnvironmentHost(BulkActor):
             raise RuntimeError(repr(error)) from None
 
 
-async def _finish(live: Mapping[str, Any], key: str, answer: str, called: Called) -> Observation:
-    dialogue = live[key]
-    environment = dialogue.environment if isinstance(dialogue, ToolDialogue) else dialogue
+async def _finish(live: Any, answer: str, called: Called) -> Observation:
+    environment = live.environment if isinstance(live, ToolDialogue) else live
     return Observation(reward=await score_of(environment, answer, called), done=True)
 
 

@@ -224,19 +224,19 @@ def test_calls_that_wait_for_one_another_are_not_late() -> None:
     host = EnvironmentHost(HostSettings("test_host:Slow", {}, 0.5, 1))
     Scored.ended.clear()
 
-    async def played() -> list[Reply]:
+    async def played() -> tuple[Reply, Reply, None]:
         for key in "abc":
             await host.start(key, BEGINNING)
-        return (await asyncio.gather(*(host.step(key, Action("a", 0)) for key in "ab"), host.close("c")))[:2]
+        return await asyncio.gather(host.step("a", Action("a", 0)), host.step("b", Action("a", 0)), host.close("c"))
 
-    for reply in asyncio.run(played()):
+    for reply in asyncio.run(played())[:2]:
         assert reply.observation and reply.observation.seconds < 0.5
     assert Scored.ended == ["closed"]
 
 
-def test_a_turn_of_an_episode_that_is_not_there_is_a_failure() -> None:
-    host = host_of("Plain")
-    assert run(lambda: host.step("none", Action("a", 0))) == Reply(failure="raised KeyError: 'none'")
+def test_a_turn_of_an_episode_that_is_not_there_is_told_from_a_failure_of_an_environment() -> None:
+    host, unknown = host_of("Plain"), Reply(failure="its process was started anew", is_unknown=True)
+    assert run(lambda: host.step("none", Action("a", 0))) == run(lambda: host.finish("none", "a")) == unknown
 
 
 def test_arguments_that_a_class_does_not_take_fail_the_start() -> None:
