@@ -180,7 +180,7 @@ class EnvironmentHost(BulkActor):
         said: Any = None
         if callable(getattr(environment, "reset", None)):
             said = await self._called(environment.reset, beginning.row, beginning.seed)
-        return Observation(messages_of(beginning.row.question if said is None else said))
+        return Observation(messages_of(beginning.row.asked if said is None else said))
 
     async def _step(self, live: Any, action: Action) -> Observation:
         if isinstance(live, ToolDialogue):

@@ -359,9 +359,7 @@ def dialogue_of(environment: EnvironmentConfig, data: DataConfig, tokenizer: Any
         tools = [] if has_steps(found) else schemas(found)
     except ValueError as error:
         raise ConfigError(f"environment.name {environment.name}: {one_line(error)}") from None
-    return Dialogue(
-        tokenizer, tools, data.chat_template_args, data.system_prompt, extends=environment.history == "extend"
-    )
+    return Dialogue(tokenizer, tools, data.chat_template_args, extends=environment.history == "extend")
 
 
 def _engines_beside(spec: EngineSpec) -> list[Any]:
