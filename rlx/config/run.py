@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from rlx.config import prompt_rules, rules
 from rlx.config.addresses import Address
-from rlx.config.defaults import following_defaults
+from rlx.config.defaults import default_filter, following_defaults
 from rlx.config.sections import needs, schedule
 from rlx.config.sections.algorithm import AlgorithmConfig
 from rlx.config.sections.base import Section, flatten
@@ -68,6 +68,8 @@ class RunConfig(Section):
         for key, default in following_defaults(self.model, self.scaling, self.environment).items():
             name, _, setting = key.partition(".")
             self.__dict__[name] = getattr(self, name).with_default(setting, default)
+        filter_by = default_filter(self.algorithm, self.reward_parts)
+        self.__dict__["algorithm"] = self.algorithm.with_default("filter_by", filter_by)
         return self
 
     @pydantic.model_validator(mode="after")

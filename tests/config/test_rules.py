@@ -152,6 +152,18 @@ def test_an_adaptive_kl_is_refused_where_a_step_could_end_it_for_ever() -> None:
         from_tree(tree(4))
 
 
+def test_dapo_compares_rewards_where_an_environment_judges() -> None:
+    def filter_by(**tree: Any) -> str:
+        return from_tree({"algorithm": {"advantage": "dapo"}} | tree).algorithm.filter_by
+
+    both = {"functions": {"exact_match": 0.0, "environment": 1.0}}
+    assert (filter_by(), filter_by(environment="treasure")) == ("correct", "reward")
+    assert filter_by(environment="treasure", reward=both) == "correct"
+    given = {"advantage": "dapo", "filter_by": "correct"}
+    assert filter_by(environment="treasure", algorithm=given) == "correct"
+    assert filter_by(environment="treasure", algorithm={"advantage": "dapo", "filter_groups": False}) == "correct"
+
+
 def test_a_name_alone_is_an_environment_and_its_score_is_the_reward() -> None:
     config = from_tree({"environment": "treasure"})
     assert config.environment.name == "treasure" and config.environment.max_turns == 8
