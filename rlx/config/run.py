@@ -170,8 +170,10 @@ def _check(config: RunConfig) -> None:
         config.algorithm, config.rollout, config.resolved_critic, config.resolved_rollout_correction
     )
     rules.check_engine_gpus(config.rollout)
-    rules.check_environment(config.environment, config.algorithm, config.reward)
     prompt_rules.check_sources(config.data, config.eval, config.reward)
+    places = [f"data.sources {label}" for label in config.data.labels] or ["reward.functions"]
+    parts = dict(zip(places, config.reward_parts, strict=True))
+    rules.check_environment(config.environment, config.algorithm, config.reward, parts)
     prompt_rules.check_reward_use(config.data, config.eval, config.reward)
     prompt_rules.check_ranking(config.reward_parts, config.algorithm, config.train.samples_per_prompt)
     rules.check_signal(config.reward_parts, config.model)

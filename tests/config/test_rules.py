@@ -38,6 +38,13 @@ GPU = {"use_gpu": True}
             {"environment": {"name": "treasure"}, "algorithm": {"reward_clip": 2.0}},
         ),
         (
+            GAME
+            | {"data": {"sources": [{"source": "a.jsonl"}, {"source": "b.jsonl", "reward": {"environment": 0.5}}]}},
+            "environment.rewards turn: data.sources b gives environment the weight 0.5, not 1",
+            GAME
+            | {"data": {"sources": [{"source": "a.jsonl"}, {"source": "b.jsonl", "reward": {"environment": 1.0}}]}},
+        ),
+        (
             GAME | {"reward": {"functions": {"environment": 0.5}}},
             "environment.rewards turn: reward.functions gives environment the weight 0.5, not 1",
             GAME | {"reward": {"functions": {"environment": 1.0}}},
