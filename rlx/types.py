@@ -184,6 +184,11 @@ class Completion:
     episode: Episode | None = None  # None: an answer of one turn, without an environment
 
     @property
+    def has_failed(self) -> bool:
+        """Whether its environment has failed: it says nothing of the policy."""
+        return bool(self.episode and self.episode.failure)
+
+    @property
     def drawn(self) -> list[bool]:
         """Whether the policy drew each token, `[T]`; the others are an environment's."""
         if self.episode is None:
