@@ -25,6 +25,12 @@ are written while training continues. None: none became complete. The path has n
 """
 
 
+SYSTEM_ROLES = ("system", "developer")
+"""roles of the message that says how to answer"""
+Utterance = Mapping[str, str]
+"""one message of a chat: its role and its content, and the name of the tool that it is from, if any"""
+
+
 class Phase(str):
     """A message that says what a start does from now on; the next one, or the first step, says that it is done."""
 
@@ -49,6 +55,12 @@ class Prompt:
     answer: str
     dataset_index: int | None = None  # its index in the reasoning-gym dataset; None for other sources
     source: int = 0  # number of its source among data.sources
+    messages: tuple[Utterance, ...] = field(default=(), compare=False)  # as a conversation; kept for environments alone
+
+    @property
+    def task(self) -> TaskRow:
+        """The prompt as an environment is given it."""
+        return TaskRow(self.question, self.answer, self.dataset_index, self.messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +88,25 @@ class Sampling:
         return replace(self, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, logprobs=False)
 
 
-Utterance = Mapping[str, str]
-"""one message of a chat: its role and its content, and the name of the tool that it is from, if any"""
-
-
 @dataclass(frozen=True, slots=True)
 class TaskRow:
     """A row of the prompts as an environment is given it."""
 
-    question: str
+    question: str  # of a conversation all of its text
     answer: str
     entry: int | None = None  # its index in the reasoning-gym dataset; None for other sources
+    messages: tuple[Utterance, ...] = ()  # of the prompt, its system message first if it has one
+
+    @property
+    def asked(self) -> tuple[Utterance, ...]:
+        """The messages of the prompt without its system message, which comes first in every episode of it."""
+        asked = self.messages[1:] if self.system else self.messages
+        return asked or ({"role": "user", "content": self.question},)
+
+    @property
+    def system(self) -> tuple[Utterance, ...]:
+        """The system message of the prompt, if it has one."""
+        return self.messages[:1] if self.messages and self.messages[0]["role"] in SYSTEM_ROLES else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +182,11 @@ class Completion:
     finished: bool  # ended with a stop token or string, not at max_tokens; an episode: the environment has ended it
     version: int  # version of the weights that sampled it; of several the oldest
     episode: Episode | None = None  # None: an answer of one turn, without an environment
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether its environment has failed: it says nothing of the policy."""
+        return bool(self.episode and self.episode.failure)
 
     @property
     def drawn(self) -> list[bool]:

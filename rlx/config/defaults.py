@@ -6,10 +6,13 @@ Left out: defaults that follow a setting of the same section, which stand beside
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from rlx.config.sections.algorithm import AlgorithmConfig, FilterBy
 from rlx.config.sections.data import DataConfig
 from rlx.config.sections.model import ModelConfig
+from rlx.config.sections.reward import RewardConfig
 from rlx.config.sections.rollout import EnvironmentConfig, RolloutConfig
 from rlx.config.sections.scaling import ScalingConfig
 
@@ -23,6 +26,16 @@ def following_defaults(model: ModelConfig, scaling: ScalingConfig, environment: 
     rates = {"train.actor_lr": ADAPTER_LR, "train.critic_lr": ADAPTER_LR} if model.lora_rank else {}
     rewards = {"reward.functions": {"environment": 1.0}} if environment.name else {}
     return precision | rates | rewards
+
+
+def default_filter(algorithm: AlgorithmConfig, rewards: Sequence[RewardConfig]) -> FilterBy:
+    """What algorithm.filter_by is if it was not given: right episodes are rare where only a perfect one has reward 1.
+
+    Args:
+        rewards: those of each source.
+    """
+    has_episodes = algorithm.filter_groups and any(each.judging == "environment" for each in rewards)
+    return "reward" if has_episodes else algorithm.estimator.filter_by
 
 
 def fitting_lengths(data: DataConfig, rollout: RolloutConfig, positions: int | None) -> dict[str, int]:

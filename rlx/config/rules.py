@@ -7,7 +7,7 @@ known to learn badly. Left out: the values that one setting takes (rlx.config.se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rlx.config import vllm_options
 from rlx.config.sections.algorithm import GROUPED, AlgorithmConfig
@@ -329,8 +329,14 @@ def check_signal(parts: Sequence[RewardConfig], model: ModelConfig) -> None:
     )
 
 
-def check_environment(environment: EnvironmentConfig, algorithm: AlgorithmConfig, reward: RewardConfig) -> None:
-    """Raises ValueError if rewards of an environment have none, or the advantage estimator cannot tell them apart."""
+def check_environment(
+    environment: EnvironmentConfig, algorithm: AlgorithmConfig, reward: RewardConfig, parts: Mapping[str, RewardConfig]
+) -> None:
+    """Raises ValueError if rewards of an environment have none, or the advantage estimator cannot tell them apart.
+
+    Args:
+        parts: the rewards of each source, by what names them.
+    """
     refuse_if(
         "environment" in reward.functions and environment.name is None,
         "reward.functions has environment, which needs environment.name",
@@ -344,5 +350,6 @@ def check_environment(environment: EnvironmentConfig, algorithm: AlgorithmConfig
     )
     for key, value in {"normalize_rewards": algorithm.normalize_rewards, "reward_clip": algorithm.reward_clip}.items():
         refuse_if(value, f"environment.rewards turn does not work with algorithm.{key}, which is for whole responses")
-    weight = reward.functions.get("environment", 0.0)
-    refuse_if(weight != 1, f"environment.rewards turn: reward.functions gives environment the weight {weight:g}, not 1")
+    for where, part in parts.items():
+        weight = part.functions.get("environment", 0.0)
+        refuse_if(weight != 1, f"environment.rewards turn: {where} gives environment the weight {weight:g}, not 1")

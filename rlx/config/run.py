@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from rlx.config import prompt_rules, rules
 from rlx.config.addresses import Address
-from rlx.config.defaults import following_defaults
+from rlx.config.defaults import default_filter, following_defaults
 from rlx.config.sections import needs, schedule
 from rlx.config.sections.algorithm import AlgorithmConfig
 from rlx.config.sections.base import Section, flatten
@@ -68,6 +68,8 @@ class RunConfig(Section):
         for key, default in following_defaults(self.model, self.scaling, self.environment).items():
             name, _, setting = key.partition(".")
             self.__dict__[name] = getattr(self, name).with_default(setting, default)
+        filter_by = default_filter(self.algorithm, self.reward_parts)
+        self.__dict__["algorithm"] = self.algorithm.with_default("filter_by", filter_by)
         return self
 
     @pydantic.model_validator(mode="after")
@@ -168,8 +170,10 @@ def _check(config: RunConfig) -> None:
         config.algorithm, config.rollout, config.resolved_critic, config.resolved_rollout_correction
     )
     rules.check_engine_gpus(config.rollout)
-    rules.check_environment(config.environment, config.algorithm, config.reward)
     prompt_rules.check_sources(config.data, config.eval, config.reward)
+    places = [f"data.sources {label}" for label in config.data.labels] or ["reward.functions"]
+    parts = dict(zip(places, config.reward_parts, strict=True))
+    rules.check_environment(config.environment, config.algorithm, config.reward, parts)
     prompt_rules.check_reward_use(config.data, config.eval, config.reward)
     prompt_rules.check_ranking(config.reward_parts, config.algorithm, config.train.samples_per_prompt)
     rules.check_signal(config.reward_parts, config.model)

@@ -12,6 +12,7 @@ Left out: rows that are fetched ahead (stream.py), because the next step's promp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -59,18 +60,24 @@ class CurriculumStream(PromptStream):
         """Takes account of the completions of the prompts that `next` gave last; returns metrics.
 
         Args:
-            correct: the share of right ones for each prompt of all ranks, in the order of the step.
+            correct: the share of right ones for each prompt of all ranks, in the order of the step; NaN: not measured.
         """
         for prompt, newest in zip(self._step, correct, strict=True):
+            if math.isnan(newest):
+                continue
             row = prompt % len(self.rows)
             known = newest if self.success[row] == _UNKNOWN else self.success[row] / _SCALE
             self.success[row] = round(_SCALE * (known + _WEIGHT * (newest - known)))
         known = self.success[self.success != _UNKNOWN] / _SCALE
-        return {
+        metrics = {
             "curriculum/passed_over_fraction": self._passed_over,
+            "curriculum/measured_fraction": len(known) / len(self.rows),
+        }
+        if not len(known):
+            return metrics
+        return metrics | {
             "curriculum/success": float(known.mean()),
             "curriculum/in_range_fraction": float(self._is_in_range(known).mean()),
-            "curriculum/measured_fraction": len(known) / len(self.rows),
         }
 
     def cursor(self, position: int | None = None) -> dict[str, int]:

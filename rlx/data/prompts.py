@@ -35,7 +35,8 @@ from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.config.sections.data import TEMPLATE_OWN, DataConfig
 from rlx.data import ray_data
 from rlx.data.limits import limited
-from rlx.data.stored.columns import SYSTEM_ROLES, ChatMessage
+from rlx.data.stored.columns import SCHEMA, ChatMessage, with_system
+from rlx.types import SYSTEM_ROLES
 
 if TYPE_CHECKING:
     import ray.data
@@ -54,15 +55,17 @@ def tokenize_rows(
     config: DataConfig,
     tokenizer: TokenizerSource,
     what: str = "prompts",
+    keeps_messages: bool = False,
 ) -> ray.data.MaterializedDataset:
     """Returns the rows with a column `token_ids`: the question or the conversation in the model's chat template.
 
     Rows with more than `data.max_prompt_tokens` tokens are left out, with a warning.
 
     Args:
-        rows: {question, answer[, messages][, entry]} each; `messages` are left out of what is returned.
+        rows: {question, answer[, messages][, entry]} each.
         tokenizer: of the model.
         what: the rows are, for the warning and for errors.
+        keeps_messages: what is returned has a column `messages`, the conversation of each row as the policy reads it.
 
     Raises:
         ConfigError: the tokenizer cannot be used, or no prompt is short enough.
@@ -74,7 +77,11 @@ def tokenize_rows(
         tokenizer.wait()
         table = source.map_batches(
             _tokenize_block,
-            fn_kwargs={"encoder": encoder, "max_tokens": config.max_prompt_tokens},
+            fn_kwargs={
+                "encoder": encoder,
+                "max_tokens": config.max_prompt_tokens,
+                "keeps_messages": keeps_messages,
+            },
             batch_format="pyarrow",
             batch_size=None,
             num_cpus=0,
@@ -215,7 +222,7 @@ def encode_prompts(
     """
     if not given:
         return []
-    chats = [_with_system(each, system_prompt) for each in given]
+    chats = [with_system(each, system_prompt) for each in given]
     if unknown := _unknown_argument(tokenizer.chat_template, template_args or {}):
         raise ValueError(unknown)
     if not tokenizer.chat_template:
@@ -241,14 +248,6 @@ def _text_ids(tokenizer: Any, texts: list[str], add_special_tokens: bool) -> lis
         if found[0].ids == first:
             return [each.ids for each in found]
     return [list(ids) for ids in tokenizer(texts, add_special_tokens=add_special_tokens).input_ids]
-
-
-def _with_system(given: str | Sequence[ChatMessage], system_prompt: str | None) -> list[ChatMessage]:
-    """The messages of a question or a conversation, a system message first if one is given."""
-    messages = [ChatMessage(role="user", content=given)] if isinstance(given, str) else list(given)
-    if not system_prompt or messages[0]["role"] in SYSTEM_ROLES:
-        return messages
-    return [ChatMessage(role="system", content=system_prompt), *messages]
 
 
 def _bare_text(chat: Sequence[ChatMessage]) -> str:
@@ -364,13 +363,16 @@ def _one_thread() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _tokenize_block(batch: pa.Table, encoder: PromptEncoder, max_tokens: int) -> pa.Table:
+def _tokenize_block(batch: pa.Table, encoder: PromptEncoder, max_tokens: int, keeps_messages: bool) -> pa.Table:
     """Adds `token_ids` to one block of rows and drops rows with more than `max_tokens`; runs in a Ray task."""
     given: list[Any] = batch["question"].to_pylist()
     if "messages" in batch.column_names:
         conversations = batch["messages"].to_pylist()
         given = [chat or question for chat, question in zip(conversations, given, strict=True)]
         batch = batch.drop_columns(["messages"])
+    if keeps_messages:
+        chats = [with_system(each, encoder.system_prompt) for each in given]
+        batch = batch.append_column(SCHEMA.field("messages"), pa.array(chats, SCHEMA.field("messages").type))
     token_ids = _joined(encoder(given))
     table = batch.append_column("token_ids", token_ids)
     return table.filter(pc.less_equal(pc.list_value_length(token_ids), max_tokens))

@@ -27,7 +27,7 @@ _PRIME, _BASE = 2**61 - 1, 1_610_612_741  # of the checksum
 
 
 class PromptRows(Protocol):
-    """The rows of a prompt table {question, answer, token_ids[, entry][, source]}, wherever they lie."""
+    """The rows of a prompt table {question, answer, token_ids[, entry][, source][, messages]}, wherever they lie."""
 
     def __len__(self) -> int: ...
 
@@ -90,7 +90,8 @@ def prompts(rows: PromptRows, ids: Sequence[int]) -> list[Prompt]:
 def _as_prompts(ids: Iterable[int], table: pa.Table) -> list[Prompt]:
     picked = table.to_pydict()
     entries, sources = picked.get("entry") or [None] * len(table), picked.get("source") or [0] * len(table)
-    rows = zip(ids, picked["token_ids"], picked["question"], picked["answer"], entries, sources, strict=True)
+    chats = [tuple(chat) for chat in picked["messages"]] if "messages" in picked else [()] * len(table)
+    rows = zip(ids, picked["token_ids"], picked["question"], picked["answer"], entries, sources, chats, strict=True)
     return [Prompt(int(prompt_id), tuple(token_ids), *cells) for prompt_id, token_ids, *cells in rows]
 
 

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 
 def source_tables(
-    data: DataConfig, evaluation: EvalConfig, checks: Sequence[AnswerCheck | None], tokenizer: TokenizerSource
+    data: DataConfig,
+    evaluation: EvalConfig,
+    checks: Sequence[AnswerCheck | None],
+    tokenizer: TokenizerSource,
+    keeps_messages: bool = False,
 ) -> dict[str, MaterializedDataset]:
     """Returns the prompts of each source, to train on and held out, by `sources.table_names`.
 
@@ -27,6 +31,7 @@ def source_tables(
 
     Args:
         checks: of the answers of each source.
+        keeps_messages: see `tokenize_rows`.
 
     Raises:
         ConfigError: a source has no prompts to train on or none to hold out, or a row cannot be used.
@@ -36,9 +41,10 @@ def source_tables(
     for number, (part, check) in enumerate(zip(data.parts, checks, strict=True)):
         setting, own = data.setting_of(number), evaluation.part(data, number)
         rows, asked = sources.training_and_held_out_rows(part, own, check, setting)
-        tables[training[number]] = tokenize_rows(rows, part, tokenizer, f"training prompts of {setting} {part.source}")
+        what = f"training prompts of {setting} {part.source}"
+        tables[training[number]] = tokenize_rows(rows, part, tokenizer, what, keeps_messages)
         place = f"{held_out_setting(setting)} {own.source}" if own.source else f"{setting} {part.source}"
-        tables[held_out[number]] = tokenize_rows(asked, part, tokenizer, f"held-out prompts of {place}")
+        tables[held_out[number]] = tokenize_rows(asked, part, tokenizer, f"held-out prompts of {place}", keeps_messages)
     if data.sources or evaluation.source:  # what a source holds out of its own rows it has left out itself
         prompts = [row for name in held_out for row in tables[name].take_all()]
         tables |= _not_held_out({name: tables[name] for name in training}, data, prompts)

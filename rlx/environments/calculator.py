@@ -55,7 +55,7 @@ class Calculator:
             )
         self._expected, drawn = row.answer, random.Random(seed)
         shown = [message for _ in range(self._examples) for message in example(drawn)]
-        return [*shown, {"role": "user", "content": row.question}]
+        return [*shown, *row.asked]
 
     def calculate(self, expression: str) -> str:
         """Computes the value of an arithmetic expression.

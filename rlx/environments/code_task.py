@@ -6,10 +6,12 @@ tests that the policy must not see: it is shown the first that fails.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rlx.config.sections.reward import RewardConfig
 from rlx.rewards.sandbox.pool import Limits, Program, Sandbox
 from rlx.rewards.sandbox.reward import Tests, output_lines, program_in
-from rlx.types import TaskRow
+from rlx.types import TaskRow, Utterance
 
 _SHOWN = 500
 """characters that are shown of each text"""
@@ -30,10 +32,10 @@ class CodeTask:
         self._cost, self._attempts = cost, 0
         self._tests: Tests | None = None
 
-    def reset(self, row: TaskRow, seed: int) -> str:
+    def reset(self, row: TaskRow, seed: int) -> Sequence[Utterance]:
         """Begins with the question; raises ValueError if the row's answer has no tests."""
         self._tests, self._attempts = Tests.of(row.answer), 0
-        return row.question
+        return row.asked
 
     def step(self, action: str) -> tuple[str, float, bool]:
         """Runs the program in a turn on the tests."""

@@ -54,6 +54,7 @@ class Reply:
     failure: str = ""  # why there is no observation
     is_late: bool = False  # the call took longer than it may
     is_stuck: bool = False  # it still goes on, and cannot be ended
+    is_unknown: bool = False  # no episode has the key: the process was started anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,11 @@ class HostSettings:
     name: str  # of the environment
     params: Mapping[str, Any]
     timeout_s: float  # of a call
-    concurrency: int  # calls of plain methods at the same time
+    concurrency: int  # calls at the same time
     memory_mb: int | None = None  # that the process may use beyond what it starts with
+
+
+_UNKNOWN = Reply(failure="its process was started anew", is_unknown=True)
 
 
 class HostLost(Exception):
@@ -98,6 +102,8 @@ class EnvironmentHost(BulkActor):
         """Raises ConfigError if there is no such environment."""
         self.settings, self._kind = settings, load_environment(settings.name)
         self._live: dict[str, Any] = {}  # dialogues by key
+        # Several workers may ask for more calls at the same time: the time limit of one begins once it has room.
+        self._room = asyncio.Semaphore(settings.concurrency)
         self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="environment")
         self._thread_calls: WeakKeyDictionary[Any, Future[Any]] = WeakKeyDictionary()  # the newest one of each task
         if settings.memory_mb:
@@ -110,11 +116,13 @@ class EnvironmentHost(BulkActor):
 
     async def step(self, key: str, action: Action) -> Reply:
         """What the environment answers to a turn."""
-        return await self._timed(functools.partial(self._step, key, action))
+        live = self._live.get(key)
+        return _UNKNOWN if live is None else await self._timed(functools.partial(self._step, live, action))
 
     async def finish(self, key: str, answer: str) -> Reply:
         """The score of an episode that was cut, as a reward; `answer`: the last that the policy said."""
-        return await self._timed(functools.partial(_finish, self._live, key, answer, self._called))
+        live = self._live.get(key)
+        return _UNKNOWN if live is None else await self._timed(functools.partial(_finish, live, answer, self._called))
 
     async def repeat(
         self, key: str, beginning: Beginning, actions: Sequence[Action], answer: str | None = None
@@ -144,18 +152,20 @@ class EnvironmentHost(BulkActor):
     async def _ended(self, live: Any) -> None:
         close = getattr(getattr(live, "environment", live), "close", None)
         if close is not None:
-            with contextlib.suppress(Exception, asyncio.CancelledError):  # it is over, whatever it says
-                await asyncio.wait_for(self._called(close), self.settings.timeout_s)
+            async with self._room:
+                with contextlib.suppress(Exception, asyncio.CancelledError):  # it is over, whatever it says
+                    await asyncio.wait_for(self._called(close), self.settings.timeout_s)
 
     async def _timed(self, call: Callable[[], Awaitable[Observation]]) -> Reply:
-        started, task = time.monotonic(), asyncio.ensure_future(call())
-        done, _ = await asyncio.wait([task], timeout=self.settings.timeout_s)
-        call_on_thread = self._thread_calls.pop(task, None)
-        if not done:
-            task.cancel()
-            done, _ = await asyncio.wait([task], timeout=_CANCEL_S)
-            is_stuck = not done or (call_on_thread is not None and call_on_thread.running())
-            return Reply(failure=f"took longer than {self.settings.timeout_s:g} s", is_late=True, is_stuck=is_stuck)
+        async with self._room:
+            started, task = time.monotonic(), asyncio.ensure_future(call())
+            done, _ = await asyncio.wait([task], timeout=self.settings.timeout_s)
+            call_on_thread = self._thread_calls.pop(task, None)
+            if not done:
+                task.cancel()
+                done, _ = await asyncio.wait([task], timeout=_CANCEL_S)
+                is_stuck = not done or (call_on_thread is not None and call_on_thread.running())
+                return Reply(failure=f"took longer than {self.settings.timeout_s:g} s", is_late=True, is_stuck=is_stuck)
         if task.cancelled():  # by the environment itself
             return Reply(failure="raised CancelledError")
         error = task.exception()
@@ -165,15 +175,14 @@ class EnvironmentHost(BulkActor):
 
     async def _start(self, key: str, beginning: Beginning) -> Observation:
         environment = await self._called(self._kind, **self.settings.params)
+        # Before `reset`, which may fail: the instance is closed all the same.
+        self._live[key] = environment if has_steps(self._kind) else ToolDialogue(environment, self._called)
         said: Any = None
         if callable(getattr(environment, "reset", None)):
             said = await self._called(environment.reset, beginning.row, beginning.seed)
-        messages = messages_of(beginning.row.question if said is None else said)
-        self._live[key] = environment if has_steps(self._kind) else ToolDialogue(environment, self._called)
-        return Observation(messages)
+        return Observation(messages_of(beginning.row.asked if said is None else said))
 
-    async def _step(self, key: str, action: Action) -> Observation:
-        live = self._live[key]
+    async def _step(self, live: Any, action: Action) -> Observation:
         if isinstance(live, ToolDialogue):
             return await live.step(action.text)
         step = live.step
@@ -196,9 +205,8 @@ class EnvironmentHost(BulkActor):
             raise RuntimeError(repr(error)) from None
 
 
-async def _finish(live: Mapping[str, Any], key: str, answer: str, called: Called) -> Observation:
-    dialogue = live[key]
-    environment = dialogue.environment if isinstance(dialogue, ToolDialogue) else dialogue
+async def _finish(live: Any, answer: str, called: Called) -> Observation:
+    environment = live.environment if isinstance(live, ToolDialogue) else live
     return Observation(reward=await score_of(environment, answer, called), done=True)
 
 

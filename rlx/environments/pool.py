@@ -52,6 +52,7 @@ class ActorHost:
     """A host in a Ray actor."""
 
     def __init__(self, actor: Any, timeout_s: float) -> None:
+        """`timeout_s`: in which a call ends, with the time that it waits for other ranks' calls there."""
         self._actor, self._timeout_s, self._has_answered = actor, timeout_s, False
         self._calls, self._is_dead = BulkCalls(actor, "its host"), False
 
@@ -242,6 +243,8 @@ class EnvironmentPool:
     async def _attempt(self, key: str, record: _Record, method: str, *args: Any) -> Reply:
         """Makes a call, on an instance that has had all actions before it.
 
+        Another rank may have had the host started anew: then the actions are repeated, which is no failure.
+
         Raises:
             EnvironmentFailed: the actions come out differently.
             HostLost: see `Host.call`.
@@ -255,7 +258,10 @@ class EnvironmentPool:
                 raise EnvironmentFailed("it answers differently when its actions are repeated")
             record.life, record.is_whole = life, True
         reply: Reply = await self.hosts[record.host].call(method, key, *args)
-        return reply
+        if not reply.is_unknown:
+            return reply
+        record.is_whole = False
+        return await self._attempt(key, record, method, *args)
 
     def _noted(self, record: _Record, life: int, reply: Reply) -> str:
         """Counts a call that failed; a host with a call that cannot be ended is replaced."""

@@ -5,10 +5,12 @@ Each call is a program of its own: nothing stays from one to the next. Left out:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rlx.config.sections.reward import RewardConfig
 from rlx.environments.calculator import number_in
 from rlx.rewards.sandbox.pool import Limits, Program, Ran, Sandbox
-from rlx.types import TaskRow
+from rlx.types import TaskRow, Utterance
 
 _SHOWN = 2000
 """characters of what a program prints; the rest is cut"""
@@ -30,10 +32,10 @@ class PythonTool:
         self._sandbox, self._limits = Sandbox.open(strict=given.sandbox == "strict"), Limits.of(given)
         self._expected = ""
 
-    def reset(self, row: TaskRow, seed: int) -> str:
+    def reset(self, row: TaskRow, seed: int) -> Sequence[Utterance]:
         """Begins with the question."""
         self._expected = row.answer
-        return row.question
+        return row.asked
 
     def python(self, code: str) -> str:
         """Runs a Python program and returns what it prints.

@@ -43,7 +43,10 @@ class SecondInstance:
             return replies
         async with self._room:
             try:
-                return [*replies, await self._host.call(method, self._key, *args)]
+                reply = await self._host.call(method, self._key, *args)
             except HostLost as error:
                 self._lost(str(error))
                 raise
+        if reply.is_unknown:  # another rank has had it replaced, so nobody is told
+            raise HostLost(reply.failure)
+        return [*replies, reply]

@@ -49,8 +49,7 @@ def try_environment(environment: EnvironmentConfig, prompts: Sequence[Prompt]) -
     child = ChildProcess(partial(_trial, settings))
     try:
         for prompt in prompts[:1]:
-            row = TaskRow(prompt.question, prompt.answer, prompt.dataset_index)
-            failure, is_same = child.call(row, _EPISODES * _CALLS * settings.timeout_s + _MARGIN_S)
+            failure, is_same = child.call(prompt.task, _EPISODES * _CALLS * settings.timeout_s + _MARGIN_S)
             if failure:
                 raise ConfigError(f"environment.name {environment.name}: {failure}")
             if not is_same:

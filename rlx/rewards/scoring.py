@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlx.config.errors import ConfigError
-from rlx.config.sections.reward import CORRECTNESS, RewardConfig
+from rlx.config.sections.reward import RewardConfig
 from rlx.rewards.custom import RewardError, brief, closing_process, custom_scorer, describe_batch, is_finite
 from rlx.rewards.functions import REWARDS, numeric, of_answers
 from rlx.rewards.judge.cache import ReplyCache
@@ -36,18 +36,13 @@ class Scores:
     is_correct: list[bool]  # according to the function that judges the answer
 
 
-def correctness_function(config: RewardConfig) -> str:
-    """The name of the function that judges answers: the first of reward.functions that can, else `task`."""
-    return next((name for name in config.functions if name in CORRECTNESS), "task")
-
-
 def scorers(config: RewardConfig, make_checker: Callable[[], Checker]) -> dict[str, Scorer]:
-    """A scorer for each of reward.functions except `model`, `url` and `judge`, and one for the `correctness_function`.
+    """A scorer for each of reward.functions except `model`, `url` and `judge`, and one for that which judges answers.
 
     Args:
         make_checker: gives the task's own judge of answers; called if `task` is among the names.
     """
-    names = [name for name in config.functions | {correctness_function(config): 0.0} if name not in _MADE_BY_CALLER]
+    names = [name for name in config.functions | {config.judging: 0.0} if name not in _MADE_BY_CALLER]
     return {name: _task_scorer(make_checker()) if name == "task" else _scorer(name, config) for name in names}
 
 
@@ -88,7 +83,7 @@ def score(responses: Sequence[Response], scorers: Mapping[str, Scorer], config: 
     return Scores(
         total=total,
         by_function=by_function,
-        is_correct=[score >= 1 for score in by_function[correctness_function(config)]],
+        is_correct=[score >= 1 for score in by_function[config.judging]],
     )
 
 

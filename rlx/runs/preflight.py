@@ -32,7 +32,7 @@ from rlx.config.sections.rollout import RolloutConfig
 from rlx.config.sections.scaling import ParallelConfig
 from rlx.config.vllm_options import check_option_names
 from rlx.data import prompts, sources
-from rlx.data.stored.columns import ChatMessage
+from rlx.data.stored.columns import ChatMessage, prompt_of
 from rlx.data.stored.source import NO_ROWS
 from rlx.data.tables import source_tables, supervised_table
 from rlx.environments.base import load_environment
@@ -58,7 +58,6 @@ from rlx.tracking.base import TrackingService
 from rlx.tracking.services import mlflow
 from rlx.tracking.services.reachable import check_packages
 from rlx.tracking.tracker import services_of
-from rlx.types import Prompt
 
 if TYPE_CHECKING:
     from rlx.cluster.nodes import FolderCopies
@@ -121,7 +120,7 @@ def prepare(
         for setting, (part, reward) in tried_parts.items():
             if not (rows := sources.first_rows(part, _TRIED_ROWS, setting, scoring.answer_check(reward))):
                 raise ConfigError(f"{setting} {part.source}: {NO_ROWS}")
-            tried = [Prompt(i, (), row["question"], row["answer"]) for i, row in enumerate(rows)]
+            tried = [prompt_of(number, row, part.system_prompt) for number, row in enumerate(rows)]
             scoring.try_rewards(reward, tried, on_gpu=bool(resources.workers[0].get("GPU")))
             try_environment(config.environment, tried)
             chats += [chat for row in rows if (chat := row.get("messages"))]
@@ -375,12 +374,13 @@ def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
     """
     data, tokenizer = config.data, prompts.TokenizerSource.of(path, config.model.trust_remote_code)
     checks = [scoring.answer_check(reward) for reward in config.reward_parts]
-    tables = source_tables(data, config.eval, checks, tokenizer)
+    has_episodes = config.environment.name is not None
+    tables = source_tables(data, config.eval, checks, tokenizer, has_episodes)
     for each in (each for each in config.eval.sets if each.source):
         part, reward = each.prompts(data), config.reward.part(each.reward, each.answer_pattern)
         asked = sources.set_rows(part, config.eval.of(each), each.name, scoring.answer_check(reward))
         tables[sources.set_table(each.name)] = prompts.tokenize_rows(
-            asked, part, tokenizer, f"prompts of eval.sets {each.name}"
+            asked, part, tokenizer, f"prompts of eval.sets {each.name}", has_episodes
         )
     if data.ptx_source:
         held_out = [tables[name] for name in sources.table_names(data, "held_out")]

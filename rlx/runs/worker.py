@@ -10,6 +10,7 @@ import functools
 import gc
 import json
 import logging
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -315,12 +316,13 @@ class Connections:
         """What plays with the environments, which may still be starting."""
         config, spec, owner = self.config, self.job.spec, f"{self.config.name}/{mesh.dp_rank}/"
         own = config.environment
-        hosts = [ActorHost(each, own.timeout_s) for each in spec.environments]
+        waves = math.ceil(mesh.dp_size / own.concurrency)  # all ranks share the hosts, and each has one call at least
+        hosts = [ActorHost(each, waves * own.timeout_s) for each in spec.environments]
         environments = EnvironmentPool(
             hosts,
             owner,
             retries=own.retries,
-            concurrency=max(1, own.concurrency // mesh.dp_size),  # all ranks share the hosts
+            concurrency=max(1, own.concurrency // mesh.dp_size),
             notify=self.job.notify,
         )
         tokenizer = prompts.load_tokenizer(spec.model_path, config.model.trust_remote_code)
@@ -357,9 +359,7 @@ def dialogue_of(environment: EnvironmentConfig, data: DataConfig, tokenizer: Any
         tools = [] if has_steps(found) else schemas(found)
     except ValueError as error:
         raise ConfigError(f"environment.name {environment.name}: {one_line(error)}") from None
-    return Dialogue(
-        tokenizer, tools, data.chat_template_args, data.system_prompt, extends=environment.history == "extend"
-    )
+    return Dialogue(tokenizer, tools, data.chat_template_args, extends=environment.history == "extend")
 
 
 def _engines_beside(spec: EngineSpec) -> list[Any]:

@@ -6,6 +6,7 @@ rollouts that run ahead of training (rollout_queue).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -140,8 +141,9 @@ class RolloutCollector:
         if prompts.success is None:
             return {}
         correct = torch.zeros(self.train.prompts_per_step, dtype=torch.float64, device=device)
-        answers = torch.tensor([float(each.is_correct) for each in selection.candidates], dtype=torch.float64)
-        correct[prompts.rank :: prompts.ranks] = answers.view(-1, selection.samples).mean(1).to(device)
+        own, size = selection.candidates, selection.samples
+        shares = [right_share(own[start : start + size]) for start in range(0, len(own), size)]
+        correct[prompts.rank :: prompts.ranks] = torch.tensor(shares, dtype=torch.float64, device=device)
         return prompts.observe(self.score.mesh.all_reduce_sum(correct).tolist())
 
     def wait_for_pending(self, step: int) -> None:
@@ -208,6 +210,12 @@ class RolloutCollector:
         """The completions as tensors on a device: one batch, or none for no completions."""
         pad_id = self.score.tokenizer.pad_token_id or 0
         return [build_batch(scored, pad_id, self.algorithm.mask_truncated).to(device)] if scored else []
+
+
+def right_share(group: Sequence[ScoredCompletion]) -> float:
+    """The share of right completions, without those whose environment failed; NaN if none is left."""
+    answers = [each.is_correct for each in group if not each.completion.has_failed]
+    return sum(answers) / len(answers) if answers else math.nan
 
 
 def apply_length_penalty(

@@ -179,8 +179,7 @@ def _drawn_mask(completion: Completion) -> Tensor:
 
 def _is_trained(completion: Completion, mask_truncated: bool) -> bool:
     """Whether the losses have a completion: not one whose environment has failed, which says nothing of the policy."""
-    has_failed = bool(completion.episode and completion.episode.failure)
-    return not has_failed and (completion.finished or not mask_truncated)
+    return not completion.has_failed and (completion.finished or not mask_truncated)
 
 
 def _reported_logprobs(completion: Completion) -> Tensor:

@@ -221,7 +221,7 @@ def _of_episodes(selection: Selection) -> Updates:
 
 
 def _of_tokens(trainer: Trainer, batch: Experience, stats: UpdateStats) -> Updates:
-    tokens = batch.prompt_lengths.sum() + batch.mask.sum()
+    tokens = batch.prompt_lengths.sum() + batch.response_lengths.sum()  # with those that an environment has said
     return {
         "completions": (Total, len(batch.mask)),
         "trained": (Total, tokens * stats.optimizer_steps / trainer.config.train.num_minibatches),

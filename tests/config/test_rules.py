@@ -38,6 +38,13 @@ GPU = {"use_gpu": True}
             {"environment": {"name": "treasure"}, "algorithm": {"reward_clip": 2.0}},
         ),
         (
+            GAME
+            | {"data": {"sources": [{"source": "a.jsonl"}, {"source": "b.jsonl", "reward": {"environment": 0.5}}]}},
+            "environment.rewards turn: data.sources b gives environment the weight 0.5, not 1",
+            GAME
+            | {"data": {"sources": [{"source": "a.jsonl"}, {"source": "b.jsonl", "reward": {"environment": 1.0}}]}},
+        ),
+        (
             GAME | {"reward": {"functions": {"environment": 0.5}}},
             "environment.rewards turn: reward.functions gives environment the weight 0.5, not 1",
             GAME | {"reward": {"functions": {"environment": 1.0}}},
@@ -150,6 +157,18 @@ def test_an_adaptive_kl_is_refused_where_a_step_could_end_it_for_ever() -> None:
     from_tree(tree(5))  # 20 completions, less than 5 x 5
     with pytest.raises(ConfigError, match=r"adaptive_kl_horizon \(4\) must be more than a fifth of .* \(20\)"):
         from_tree(tree(4))
+
+
+def test_dapo_compares_rewards_where_an_environment_judges() -> None:
+    def filter_by(**tree: Any) -> str:
+        return from_tree({"algorithm": {"advantage": "dapo"}} | tree).algorithm.filter_by
+
+    both = {"functions": {"exact_match": 0.0, "environment": 1.0}}
+    assert (filter_by(), filter_by(environment="treasure")) == ("correct", "reward")
+    assert filter_by(environment="treasure", reward=both) == "correct"
+    given = {"advantage": "dapo", "filter_by": "correct"}
+    assert filter_by(environment="treasure", algorithm=given) == "correct"
+    assert filter_by(environment="treasure", algorithm={"advantage": "dapo", "filter_groups": False}) == "correct"
 
 
 def test_a_name_alone_is_an_environment_and_its_score_is_the_reward() -> None:

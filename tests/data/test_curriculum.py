@@ -114,6 +114,15 @@ def test_the_estimate_is_half_the_newest_share() -> None:
     assert metrics["curriculum/measured_fraction"] == metrics["curriculum/in_range_fraction"] == 1
 
 
+def test_a_prompt_that_was_not_measured_keeps_its_estimate() -> None:
+    stream = stream_of(TableRows(table(1, "q")))
+    stream.next(1)
+    assert stream.observe([float("nan")]) == {"curriculum/passed_over_fraction": 0, "curriculum/measured_fraction": 0}
+    for newest in (1.0, float("nan")):
+        stream.next(1)
+        assert stream.observe([newest])["curriculum/success"] == 1.0
+
+
 def test_weights_of_sources_hold_however_many_prompts_are_passed_over() -> None:
     stream = stream_of(TWO)
     drawn = [prompt for step in take([stream], 160) for prompt in step]

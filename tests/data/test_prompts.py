@@ -98,6 +98,13 @@ def test_a_conversation_is_the_prompt_and_keeps_its_own_system_message(chat_mode
     ]
     assert [row["question"] for row in table.take_all()] == ["x", "y", "1?"]
     assert "messages" not in table.columns()
+    source = prompts.TokenizerSource.of(chat_model)
+    kept = prompts.tokenize_rows(given, DataConfig(system_prompt="Add."), source, keeps_messages=True).take_all()
+    assert [row["messages"] for row in kept] == [
+        [{"role": "system", "content": "Add."}, *CHAT],
+        own,
+        [{"role": "system", "content": "Add."}, {"role": "user", "content": "1?"}],
+    ]
 
 
 def test_without_a_chat_template_one_message_is_bare_text_and_more_are_refused(base_model: str) -> None:

@@ -37,6 +37,9 @@ def test_prompts_are_the_rows_at_the_positions() -> None:
     with_entries = table(2).append_column("entry", pa.array([7, 9]))
     assert [prompt.dataset_index for prompt in stream.prompts(TableRows(with_entries), range(2))] == [7, 9]
     assert stream.prompts(rows_of(5), []) == []
+    chats = [[{"role": "user", "content": f"q{row}"}] for row in range(2)]
+    with_chats = TableRows(table(2).append_column("messages", pa.array(chats)))
+    assert [prompt.task.messages for prompt in stream.prompts(with_chats, [1, 0])] == [(chats[1][0],), (chats[0][0],)]
 
 
 def test_every_prompt_comes_once_per_epoch_in_another_order() -> None:

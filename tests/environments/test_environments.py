@@ -162,6 +162,13 @@ def test_a_call_in_a_thought_is_not_made() -> None:
     assert [each.name for each in calls_in(f"<think>a <tool_call></think>{call}")] == ["f"]
 
 
+def test_tools_begin_with_the_conversation_of_a_row() -> None:
+    chat = tuple({"role": role, "content": role} for role in ("system", "user", "assistant", "user"))
+    row = TaskRow("all of it", "3", messages=chat)
+    assert Calculator().reset(row, 7) == list(chat[1:])
+    assert (row.system, TaskRow("a", "b").asked) == (chat[:1], ({"role": "user", "content": "a"},))
+
+
 def test_the_calculator_shows_examples_of_its_use_that_the_seed_draws() -> None:
     row, shown = TaskRow("How many?", "3"), Calculator(examples=2)
     said = shown.reset(row, 7)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
@@ -43,6 +44,25 @@ class Scored(Plain):
     def close(self) -> None:
         Scored.ended.append("closed")
         raise RuntimeError("it is over, whatever this says")
+
+
+class Unready(Scored):
+    """Begins with what is no message, or raises."""
+
+    def reset(self, row: TaskRow, seed: int) -> Any:
+        return {"role": "user"} if self.start else {}["no server"]
+
+
+class Slow(Scored):
+    """Takes 0.3 s for each call."""
+
+    def step(self, action: str) -> Any:
+        time.sleep(0.3)
+        return "a", 0.0, False
+
+    def close(self) -> None:
+        time.sleep(0.3)
+        Scored.ended.append("closed")
 
 
 class Exhausted(Plain):
@@ -190,9 +210,33 @@ def test_episodes_end_once_by_their_key_and_by_their_owner() -> None:
     assert asyncio.run(played()) == [1, 3, 4]
 
 
-def test_a_turn_of_an_episode_that_is_not_there_is_a_failure() -> None:
-    host = host_of("Plain")
-    assert run(lambda: host.step("none", Action("a", 0))) == Reply(failure="raised KeyError: 'none'")
+@pytest.mark.parametrize("start", [None, "no message"])
+def test_an_instance_that_does_not_begin_is_closed_like_any_other(start: str | None) -> None:
+    host = host_of("Unready", start=start)
+    Scored.ended.clear()
+    assert run(lambda: host.start("1", BEGINNING)).failure
+    assert run(lambda: host.start("1", BEGINNING)).failure and len(Scored.ended) == 1
+    run(lambda: host.close("1"))
+    assert len(Scored.ended) == 2
+
+
+def test_calls_that_wait_for_one_another_are_not_late() -> None:
+    host = EnvironmentHost(HostSettings("test_host:Slow", {}, 0.5, 1))
+    Scored.ended.clear()
+
+    async def played() -> tuple[Reply, Reply, None]:
+        for key in "abc":
+            await host.start(key, BEGINNING)
+        return await asyncio.gather(host.step("a", Action("a", 0)), host.step("b", Action("a", 0)), host.close("c"))
+
+    for reply in asyncio.run(played())[:2]:
+        assert reply.observation and reply.observation.seconds < 0.5
+    assert Scored.ended == ["closed"]
+
+
+def test_a_turn_of_an_episode_that_is_not_there_is_told_from_a_failure_of_an_environment() -> None:
+    host, unknown = host_of("Plain"), Reply(failure="its process was started anew", is_unknown=True)
+    assert run(lambda: host.step("none", Action("a", 0))) == run(lambda: host.finish("none", "a")) == unknown
 
 
 def test_arguments_that_a_class_does_not_take_fail_the_start() -> None:

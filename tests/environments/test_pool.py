@@ -267,6 +267,24 @@ def test_a_call_that_hung_is_made_again_once_its_host_is_up() -> None:
     assert said(pool, "a", "hang") == (["question 7", "a 0", "hang 1"], True)
 
 
+@pytest.mark.parametrize("last", ["step", "finish", "close"])
+def test_an_episode_goes_on_where_another_rank_has_had_the_host_replaced(last: str) -> None:
+    host = LocalHost(HostSettings(f"{HERE}Echo", {}, 5.0, 4))
+    pool = pool_of("", [host], retries=0)
+
+    async def played() -> bool:
+        await pool.start("1", ROW, 7, check=True)
+        await pool.step("1", "a", 0)
+        host.replace()
+        if last == "step":
+            assert (await pool.step("1", "b", 1)).text == "b 1"
+        if last == "finish":
+            assert (await pool.finish("1", "b")).done
+        return await pool.close("1", check=True)
+
+    assert asyncio.run(played()) and not pool.failures
+
+
 def test_episodes_that_wait_for_room_are_unharmed_when_their_host_is_replaced() -> None:
     Hanging.hangs = 1
     host = LocalHost(HostSettings(f"{HERE}Hanging", {}, 0.1, 1))

@@ -241,6 +241,14 @@ def test_a_group_is_ranked_in_one_request(chat: Callable[[Answer], Chat]) -> Non
     assert all("<a" not in text or "<b" not in text for text in server.asked)
 
 
+def test_episodes_of_a_prompt_are_a_group_also_where_one_begins_differently(chat: Callable[[Answer], Chat]) -> None:
+    server = chat(longest_first)
+    rows = [response("<a>"), response("<aaa>"), response("<aa>")]
+    rows[1] = replace(rows[1], prompt=replace(rows[1].prompt, token_ids=(7, 8, 9)))
+    assert judge(server.url, judge_mode="rank")(rows).scores == [0.0, 1.0, 0.5]
+    assert len(server.requests) == 1
+
+
 def test_equal_completions_of_a_group_share_a_place(chat: Callable[[Answer], Chat]) -> None:
     server = chat(longest_first)
     rows = [response(text) for text in ("<a>", "<aaa>", "<a>", "<aa>")]

@@ -463,7 +463,7 @@ def test_scores_are_added_by_weight_and_kept_apart() -> None:
 def test_the_first_function_that_can_says_what_is_right(names: list[str], judge: str) -> None:
     config = RewardConfig(functions={name: float(name != judge) or 0.5 for name in names})
     scorers = {name: constant(0.0, 9.0) for name in {*names, "task"}} | {judge: constant(1.0, 0.99)}
-    assert scoring.correctness_function(config) == judge
+    assert config.judging == judge
     assert scoring.score([response(), response()], scorers, config).is_correct == [True, False]
 
 

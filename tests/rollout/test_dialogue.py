@@ -120,14 +120,6 @@ def test_a_turn_that_was_cut_is_ended_as_the_template_ends_turns() -> None:
     assert tokenizer.decode(whole.token_ids) == "\n<|user|>d<|end|>\n<|assistant|>"
 
 
-def test_a_system_message_is_before_the_first() -> None:
-    tokenizer = byte_tokenizer(CHATML)
-    dialogue = Dialogue(tokenizer, system_prompt="Be brief.")
-    assert dialogue.opening([{"role": "user", "content": "a"}]).text.startswith("<|system|>Be brief.<|end|>\n<|user|>a")
-    own: list[Utterance] = [{"role": "system", "content": "x"}, {"role": "user", "content": "a"}]
-    assert dialogue.opening(own).text.startswith("<|system|>x<|end|>\n<|user|>a")
-
-
 @pytest.mark.parametrize(
     ("template", "tools", "reason"),
     [

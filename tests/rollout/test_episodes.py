@@ -1,5 +1,6 @@
 """Episodes token by token, with an engine and environments in this process: what is read, kept, masked and rewarded."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -161,6 +162,32 @@ def test_an_episode_whose_first_messages_are_too_long_fails_alone() -> None:
     for each in done:
         assert each.episode and "first messages have 8 tokens" in each.episode.failure
         assert not each.finished and len(each.episode.turns) == 1
+
+
+class Repeating:
+    """Begins with the messages of the prompt, or with a system message of its own where they have none."""
+
+    def reset(self, row: TaskRow, seed: int) -> list[Any]:
+        own = [] if row.system else [{"role": "system", "content": "Own."}]
+        return [*own, *row.asked]
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        return "more", 0.0, action == "stop"
+
+
+def test_each_prompt_has_its_own_system_message_and_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    system, asked = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "and 3?"}
+    chat = ({"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}, asked)
+    own = [replace(PROMPTS[0], messages=(system, *chat)), replace(PROMPTS[1], messages=())]
+    monkeypatch.setattr("test_episodes.PROMPTS", own)
+    done, requests, tokenizer = played({1: "a", 2: "a", 3: "stop"}, name="test_episodes:Repeating")
+    turns = "<|user|>2?<|end|>\n<|assistant|>4<|end|>\n<|user|>and 3?<|end|>\n<|assistant|>"
+    openings = [tokenizer.decode(each.prompt.token_ids) for each in done]
+    assert openings[::2] == [
+        f"<|system|>Be brief.<|end|>\n{turns}",
+        "<|system|>Own.<|end|>\n<|user|>y<|end|>\n<|assistant|>",
+    ]
+    assert any(tokenizer.decode(each.prompt).startswith(f"{openings[0]}a<|end|>\n<|user|>more") for each in requests)
 
 
 class Odd:

@@ -1,5 +1,6 @@
 """From completions to scores, by hand: answers, weights, penalties; and what a step collects and reports."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import torch
 
 from rlx.config.loading import from_tree
 from rlx.rewards.completions import CompletionScorer, SourceRewards
-from rlx.training.collector import RolloutCollector, Selection, apply_length_penalty
+from rlx.training.collector import RolloutCollector, Selection, apply_length_penalty, right_share
 from rlx.training.loop import needs_more
 from rlx.training.metrics import StepTimer, sample_rows
 from rlx.training.reporting import MemoryReporter
@@ -59,6 +60,16 @@ def test_a_score_is_the_weighted_sum_over_the_functions() -> None:
     assert [each.score for each in scored] == [2 * 1 + 0.5 * 1, 0.5 * 2, 0.5 * 3]
     assert [each.is_correct for each in scored] == [True, False, False]
     assert scored[2].scores_by_function == {"exact_match": 0.0, "length": 3.0}
+
+
+def test_episodes_whose_environment_failed_are_no_wrong_answers() -> None:
+    def answered(is_correct: bool, failure: str) -> ScoredCompletion:
+        episode = Episode(Observation(), (), failure=failure)
+        return ScoredCompletion(replace(COMPLETIONS[0], episode=episode), 0.0, is_correct, {})
+
+    failed = answered(False, "it has died")
+    assert right_share([answered(True, ""), failed, answered(False, ""), failed]) == 0.5
+    assert math.isnan(right_share([failed, failed]))
 
 
 def test_only_one_rank_of_a_replica_scores() -> None:

@@ -22,6 +22,7 @@ from rlx.storage.addresses import open_storage
 from rlx.training.evaluation.evaluate import unread_answers
 from rlx.training.evaluation.outcomes import eval_metrics, gather_outcomes
 from rlx.training.evaluation.sets import QuestionSet, set_sampling
+from rlx.training.setup.rollouts import sampling_of
 from rlx.types import Completion, Prompt, Sampling, ScoredCompletion
 
 SET = EvalSetConfig(name="sums", samples=3)
@@ -100,6 +101,8 @@ def test_a_set_samples_as_training_does_where_it_says_nothing() -> None:
     training = Sampling(0.8, 0.9, 20, 16, (1,), min_p=0.1, stop=("x",))
     unset = set_sampling(EvalSetConfig(name="a"), training)
     assert (unset.temperature, unset.top_p, unset.top_k, unset.min_p, unset.stop) == (0.8, 0.9, 20, 0.1, ("x",))
+    scheduled = from_tree({"rollout": {"temperature": {0: 0.9, 5: 0.5}}, "train": {"steps": 10}})
+    assert set_sampling(EvalSetConfig(name="a"), sampling_of(scheduled.rollout, ())).temperature == 0.9
     own = set_sampling(EvalSetConfig(name="a", temperature=0.6, top_p=0.95, top_k=-1), training)
     assert (own.temperature, own.top_p, own.top_k, own.logprobs) == (0.6, 0.95, -1, False)
     assert set_sampling(EvalSetConfig(name="a", temperature=0, samples=1), training) == training.greedy

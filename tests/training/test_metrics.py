@@ -223,6 +223,16 @@ def test_shares_of_sources_are_those_of_what_is_trained_on(on_ranks: OnRanks) ->
     assert all(meaning(name) for name in shares)
 
 
+def test_what_an_environment_says_is_no_padding() -> None:
+    batch = experience(slice(0, 4))
+    batch = replace(batch, mask=torch.tensor([[1.0, 0.0, 1.0]] * 4))
+    config = SimpleNamespace(train=SimpleNamespace(num_minibatches=1))
+    trainer: Any = SimpleNamespace(config=config, device=torch.device("cpu"))
+    stats: Any = SimpleNamespace(positions=20, optimizer_steps=1)
+    found = metrics._of_tokens(trainer, batch, stats)
+    assert (float(found["trained"][1]), float(found["tokens/padding_fraction"][1])) == (20.0, 0.0)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_steps_metrics_by_hand(ranks: int, on_ranks: OnRanks) -> None:
     results = on_ranks(ranks, summarized)

@@ -214,7 +214,8 @@ class AlgorithmConfig(ScheduledSection):
     """replace prompts whose completions are all alike by new ones (DAPO's dynamic sampling); unset: true with dapo"""
     filter_by: FilterBy = Field(default_factory=lambda given: _default_estimator(given).filter_by)
     """what completions of such prompts have in common. reward: the same reward, penalties included; correct: all are
-    right or all are wrong, whatever their rewards; unset: correct with dapo, otherwise reward"""
+    right or all are wrong, whatever their rewards; unset: correct with dapo, but reward with an environment that judges
+    the answers; otherwise reward"""
     filter_rounds: PositiveInt = 8
     """maximum number of rounds of generation per step, the first included; if prompts are still missing after the last
     round, the step also trains on prompts that were to be replaced"""

@@ -230,7 +230,8 @@ class EvalSetConfig(PromptSettings):
     samples: PositiveInt = 4
     """answers to each question"""
     temperature: NonNegativeFloat | None = None
-    """sampling temperature; 0: the most likely token, for a single sample; unset: rollout.temperature"""
+    """sampling temperature; 0: the most likely token, for a single sample; unset: rollout.temperature, of a schedule
+    that of the first step, so that evaluations can be compared"""
     top_p: Fraction | None = None
     """as rollout.top_p, which stands where it is unset"""
     top_k: int | None = Field(default=None, ge=-1)

@@ -131,6 +131,11 @@ class RewardConfig(Section):
         given = {name: value for name, value in own.items() if value is not None}
         return self.model_copy(update=own if "code" in (functions or {}) else given)
 
+    @property
+    def judging(self) -> str:
+        """The name of the function that judges answers: the first of `functions` that can, else `task`."""
+        return next((name for name in self.functions if name in CORRECTNESS), "task")
+
     @pydantic.field_validator("functions")
     @classmethod
     def _check_functions(cls, functions: dict[str, float]) -> dict[str, float]:

@@ -18,10 +18,8 @@ import pyarrow as pa
 from rlx.config.errors import nearest
 from rlx.config.sections.data import DataConfig, template_parts
 from rlx.rewards.patterns import last_matches
-from rlx.types import AnswerCheck
+from rlx.types import SYSTEM_ROLES, AnswerCheck, Prompt
 
-SYSTEM_ROLES = ("system", "developer")
-"""roles of the message that says how to answer"""
 _ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool", "function", "ipython")
 """chat templates may pass over a message with another role, or write it as if a user had said it; the last two are of
 older templates and of Llama's"""
@@ -229,6 +227,21 @@ def text_of(messages: Sequence[ChatMessage]) -> str:
     if len(said) == 1:
         return said[0]["content"]
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in said)
+
+
+def with_system(given: str | Sequence[ChatMessage], system_prompt: str | None) -> list[ChatMessage]:
+    """The messages of a question or a conversation, a system message first if one is given."""
+    messages = [ChatMessage(role="user", content=given)] if isinstance(given, str) else list(given)
+    if not system_prompt or messages[0]["role"] in SYSTEM_ROLES:
+        return messages
+    return [ChatMessage(role="system", content=system_prompt), *messages]
+
+
+def prompt_of(number: int, row: Row, system_prompt: str | None) -> Prompt:
+    """The prompt of a row, without its tokens; `system_prompt`: of rows that have no system message."""
+    chat = with_system(row.get("messages") or row["question"], system_prompt)
+    messages = tuple({"role": each["role"], "content": each["content"]} for each in chat)
+    return Prompt(number, (), row["question"], row["answer"], messages=messages)
 
 
 def clean_answer(question: str, answer: Any) -> str:

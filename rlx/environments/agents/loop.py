@@ -47,14 +47,10 @@ class AgentLoop:
         """
         self._endpoint = await Endpoint.open()
         self._agent = AgentThread(self.play, (row, seed, self._endpoint.base_url, self._endpoint.api_key))
-        try:
-            said, _, is_over = await self._next()
-            if is_over:
-                raise ValueError(f"{type(self).__name__}.play returned before its first request")
-            return said
-        except BaseException:
-            await self.close()
-            raise
+        said, _, is_over = await self._next()
+        if is_over:
+            raise ValueError(f"{type(self).__name__}.play returned before its first request")
+        return said
 
     async def step(self, action: str, version: int) -> Answered:
         """Answers the agent's request; returns the messages of its next one, or its reward."""

@@ -20,7 +20,7 @@ from rlx.rewards.custom import RewardError, brief
 from rlx.rewards.json_server import JsonServer, UnreadableError, UselessAnswerError
 from rlx.rewards.judge.cache import ReplyCache, key_of
 from rlx.rewards.judge.rubric import Rubric, ranks, shuffled
-from rlx.types import MarkedScores, Prompt, Response
+from rlx.types import MarkedScores, Response
 
 _LOG = logging.getLogger("rlx")
 _PATH = "/chat/completions"
@@ -33,7 +33,7 @@ class JudgeQuestion:
     """One request, and the completions that its reply is about, in the order in which the request has them."""
 
     text: str
-    prompt: Prompt
+    prompt: int  # its id; the tokens of one prompt differ where an environment begins differently, or fails
     completions: tuple[str, ...]
 
 
@@ -96,10 +96,10 @@ class Judge:
             reply = brief(replies[questions[0].text])
             raise RewardError(f"reward judge: no score is in what it replied, {self.wanted}: {reply}")
         self._warn([replies[question.text] for question in questions if None in scores[question]], len(questions))
-        found = dict[tuple[Prompt, str], float | None]()
+        found = dict[tuple[int, str], float | None]()
         for question, given in scores.items():
             found |= zip([(question.prompt, text) for text in question.completions], given, strict=True)
-        values = [found.get((response.prompt, response.text), _ONLY) for response in responses]
+        values = [found.get((response.prompt.id, response.text), _ONLY) for response in responses]
         default = self.config.judge_default
         return MarkedScores(
             [default if score is None else score for score in values],
@@ -123,13 +123,14 @@ class Judge:
         if self.config.judge_mode == "score":
             for one in responses:
                 text = self.rubric.question(one.prompt.question, one.prompt.answer, one.text)
-                yield JudgeQuestion(text, one.prompt, (one.text,))
+                yield JudgeQuestion(text, one.prompt.id, (one.text,))
             return
-        for prompt, group in groupby(sorted(responses, key=lambda one: one.prompt.id), key=lambda one: one.prompt):
-            different = list(dict.fromkeys(one.text for one in group))
+        groups = groupby(sorted(responses, key=lambda one: one.prompt.id), key=lambda one: one.prompt.id)
+        for number, (first, *others) in groups:
+            different = list(dict.fromkeys(one.text for one in (first, *others)))
             if len(different) > 1:
-                order = shuffled(different, self.config.judge_seed, prompt.question)
-                yield JudgeQuestion(self.rubric.comparison(prompt.question, prompt.answer, order), prompt, tuple(order))
+                prompt, order = first.prompt, shuffled(different, self.config.judge_seed, first.prompt.question)
+                yield JudgeQuestion(self.rubric.comparison(prompt.question, prompt.answer, order), number, tuple(order))
 
     def _replies(self, texts: Sequence[str]) -> dict[str, str | RewardError]:
         """By question what `_reply` gives for it."""

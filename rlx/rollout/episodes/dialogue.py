@@ -36,7 +36,6 @@ class Dialogue:
     tokenizer: Any
     tools: Sequence[Mapping[str, Any]] = ()  # as JSON schemas
     template_args: Mapping[str, Any] = field(default_factory=dict)
-    system_prompt: str | None = None
     extends: bool = False  # no new context begins: earlier turns stay as they were drawn, whatever the template says
 
     def __post_init__(self) -> None:
@@ -110,8 +109,6 @@ class Dialogue:
 
     def _text(self, messages: Sequence[Utterance], *, ask: bool) -> str:
         chat = [dict(message) for message in messages]
-        if self.system_prompt and chat[0]["role"] not in ("system", "developer"):
-            chat = [{"role": "system", "content": self.system_prompt}, *chat]
         tools = {"tools": list(self.tools)} if self.tools else {}
         return str(
             self.tokenizer.apply_chat_template(

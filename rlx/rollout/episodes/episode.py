@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from rlx.rollout.base import Output, Request, request_seed
 from rlx.rollout.episodes.dialogue import Dialogue, Written
 from rlx.types import (
+    SYSTEM_ROLES,
     Completion,
     EnvironmentFailed,
     Episode,
     Observation,
     Prompt,
     Sampling,
-    TaskRow,
     Turn,
     Utterance,
 )
@@ -44,11 +44,6 @@ class EpisodeSeeds:
     step: int  # of the run, at which the episode was begun
     prompt: Prompt
     sample: int
-
-    @property
-    def row(self) -> TaskRow:
-        """The prompt as the environment is given it."""
-        return TaskRow(self.prompt.question, self.prompt.answer, self.prompt.dataset_index)
 
     @property
     def of_start(self) -> int:
@@ -104,19 +99,21 @@ class OpenEpisode:
         return self.sampling.max_tokens - len(self.token_ids)
 
     def begin(self, start: Observation) -> None:
-        """Takes the environment's first messages.
+        """Takes the environment's first messages, which follow the prompt's system message unless they have their own.
 
         Raises:
             EnvironmentFailed: they are longer than prompts may be.
         """
-        written, most = self.dialogue.opening(start.messages), self.limits.prompt_tokens
+        has_own = bool(start.messages) and start.messages[0]["role"] in SYSTEM_ROLES
+        messages = [*start.messages] if has_own else [*self.seeds.prompt.task.system, *start.messages]
+        written, most = self.dialogue.opening(messages), self.limits.prompt_tokens
         opening = written.token_ids
         if most is not None and len(opening) > most:
             raise EnvironmentFailed(
                 f"the environment's first messages have {len(opening)} tokens, with the chat template and its tools, "
                 f"more than data.max_prompt_tokens ({most})"
             )
-        self.start, self.opening, self.messages, self.read = start, opening, list(start.messages), written.text
+        self.start, self.opening, self.messages, self.read = start, opening, messages, written.text
 
     def begin_without_environment(self, failure: str) -> None:
         """Begins with the prompt itself: the environment has failed, and the episode ends after one turn."""

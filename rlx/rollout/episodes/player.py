@@ -157,7 +157,7 @@ class Player:
     async def _start(self, episode: OpenEpisode) -> None:
         seeds, check = episode.seeds, episode.seeds.is_among(self.checked_share)
         try:
-            episode.begin(await self.environments.start(episode.key, seeds.row, seeds.of_start, check))
+            episode.begin(await self.environments.start(episode.key, seeds.prompt.task, seeds.of_start, check))
         except EnvironmentFailed as error:
             episode.begin_without_environment(str(error))
 

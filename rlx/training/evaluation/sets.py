@@ -107,7 +107,10 @@ class SetMaker:
 
 
 def set_sampling(eval_set: EvalSetConfig, training: Sampling) -> Sampling:
-    """How the answers of one of eval.sets are sampled: as in training where the set says nothing."""
+    """How the answers of one of eval.sets are sampled: as in training where the set says nothing.
+
+    Of schedules `training` has the first values: a curve over evaluations would show a change of temperature, too.
+    """
     if eval_set.temperature == 0:
         return training.greedy
     own = eval_set.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
