@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import importlib.util
+import math
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,10 +94,24 @@ def _check(key: str, domain: Any, path: str, tree: Mapping[str, Any]) -> None:
         raise ConfigError(f"--space {path}: {key}: tune.sample_from hides its values: use a range or choices")
     if not extremes(domain):
         raise ConfigError(f"--space {path}: {key} has no values to choose from")
+    if isinstance(domain, Integer | Float):
+        _check_range(key, domain, path)
     for value in extremes(domain):
         if not isinstance(value, _PLAIN):
             raise ConfigError(f"--space {path}: {key}: no setting can be a {type(value).__name__}")
         from_tree(with_overrides(dict(tree), {key: value}), f"--space {path}")
+
+
+def _check_range(key: str, domain: Integer | Float, path: str) -> None:
+    """Raises ConfigError if nothing lies between the ends of a range: every trial would get the same end of it."""
+    lower, upper, step = domain.lower, domain.upper, quantum(domain)
+    none = f"--space {path}: {key} has no values to choose from between {lower:g} and {upper:g}"
+    if lower > upper:
+        raise ConfigError(f"{none}; the lower end comes first: {upper:g}, {lower:g}")
+    if lower == upper if isinstance(domain, Float) else last(domain) < lower:
+        raise ConfigError(f"{none}; the value alone stands for itself: {lower:g}")
+    if step and math.floor(upper / step) * step < lower:
+        raise ConfigError(f"{none}: no multiple of {step:g} is there")
 
 
 def check_resources(space: Space, path: str, tree: Mapping[str, Any], shared: ResourcePlan) -> None:
@@ -148,6 +163,11 @@ def _from_json(value: Any) -> Any:
 def last(domain: Integer) -> int:
     """The largest value of a range of integers: Ray excludes the upper end, except from a quantized range."""
     return int(domain.upper) - (not isinstance(domain.sampler, Quantized))
+
+
+def quantum(domain: Domain) -> float | None:
+    """The number of which all values of a quantized range are multiples; None for other domains."""
+    return domain.sampler.q if isinstance(domain.sampler, Quantized) else None
 
 
 def complete_settings(space: Space, suggested: Mapping[str, Any]) -> dict[str, Any]:

@@ -87,6 +87,15 @@ def test_a_shipped_space_fits_its_search(path: Path) -> None:
         ("{'train.ppo_epochs': tune.choice([])}", "train.ppo_epochs has no values to choose from"),
         ("{'train.ppo_epochs': tune.grid_search([])}", "train.ppo_epochs has no values to choose from"),
         (
+            "{'train.actor_lr': tune.loguniform(1e-3, 1e-5)}",
+            "train.actor_lr has no values to choose from between 0.001 and 1e-05; the lower end comes first: 1e-05",
+        ),
+        ("{'algorithm.kl_coef': tune.quniform(.5, .1, .1)}", "algorithm.kl_coef has no values to choose from between"),
+        ("{'algorithm.kl_coef': tune.uniform(.1, .1)}", "between 0.1 and 0.1; the value alone stands for itself: 0.1"),
+        ("{'train.ppo_epochs': tune.randint(2, 2)}", "between 2 and 2; the value alone stands for itself: 2"),
+        ("{'train.ppo_epochs': tune.qrandint(4, 2, 2)}", "between 4 and 2; the lower end comes first: 2, 4"),
+        ("{'train.ppo_epochs': tune.qrandint(5, 7, 4)}", "between 5 and 7: no multiple of 4 is there"),
+        (
             "{'train.ppo_epochs': tune.sample_from(lambda spec: spec.config.x)}",
             "tune.sample_from hides its values",
         ),
