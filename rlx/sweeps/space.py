@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import importlib.util
-import math
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -104,14 +103,15 @@ def _check(key: str, domain: Any, path: str, tree: Mapping[str, Any]) -> None:
 
 def _check_range(key: str, domain: Integer | Float, path: str) -> None:
     """Raises ConfigError if nothing lies between the ends of a range: every trial would get the same end of it."""
-    lower, upper, step = domain.lower, domain.upper, quantum(domain)
+    lower, upper = domain.lower, domain.upper
     none = f"--space {path}: {key} has no values to choose from between {lower:g} and {upper:g}"
     if lower > upper:
         raise ConfigError(f"{none}; the lower end comes first: {upper:g}, {lower:g}")
-    if lower == upper if isinstance(domain, Float) else last(domain) < lower:
+    first, last = extremes(domain)
+    if lower == upper and (isinstance(domain, Float) or first > last):
         raise ConfigError(f"{none}; the value alone stands for itself: {lower:g}")
-    if step and math.floor(upper / step) * step < lower:
-        raise ConfigError(f"{none}: no multiple of {step:g} is there")
+    if first > last:
+        raise ConfigError(f"{none}: no multiple of {quantum(domain):g} is there")
 
 
 def check_resources(space: Space, path: str, tree: Mapping[str, Any], shared: ResourcePlan) -> None:
@@ -134,7 +134,10 @@ def extremes(domain: Any) -> list[Any]:
     if isinstance(domain, Categorical):
         return list(domain.categories)
     if isinstance(domain, Integer):
-        return [domain.lower, last(domain)]
+        step = quantum(domain)
+        if step in (None, 1):
+            return [domain.lower, domain.upper - 1]  # Ray excludes the upper end
+        return [-(-domain.lower // step) * step, domain.upper // step * step]
     if isinstance(domain, Float):
         return [domain.lower, domain.upper]
     if isinstance(domain, dict) and "grid_search" in domain:
@@ -160,14 +163,17 @@ def _from_json(value: Any) -> Any:
     return to_jsonable_python(value, fallback=lambda number: number.item())  # of NumPy
 
 
-def last(domain: Integer) -> int:
-    """The largest value of a range of integers: Ray excludes the upper end, except from a quantized range."""
-    return int(domain.upper) - (not isinstance(domain.sampler, Quantized))
-
-
-def quantum(domain: Domain) -> float | None:
-    """The number of which all values of a quantized range are multiples; None for other domains."""
+def quantum(domain: Integer | Float) -> Any:
+    """The number of which all values of a quantized range are multiples; None for other ranges."""
     return domain.sampler.q if isinstance(domain.sampler, Quantized) else None
+
+
+def nearest_in(domain: Integer | Float, value: float) -> float:
+    """The number of a range that is nearest to a value: between its ends, and a multiple of its quantum."""
+    low, high = extremes(domain)
+    step = quantum(domain)
+    value = round(value / step) * step if step else value
+    return float(min(max(rounded(value), low), high)) if isinstance(domain, Float) else int(min(max(value, low), high))
 
 
 def complete_settings(space: Space, suggested: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,4 +193,4 @@ def rounded(value: float) -> float:
 def _plain(value: Any, domain: Any) -> Any:
     """A suggested value as a type of Python, rounded if it comes from a range of floats."""
     value = value.item() if hasattr(value, "item") else value  # NumPy scalars
-    return min(max(rounded(value), domain.lower), domain.upper) if isinstance(domain, Float) else value
+    return nearest_in(domain, value) if isinstance(domain, Float) else value

@@ -5,16 +5,17 @@ Left out: when a trial may be judged at all (`schedule`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import PopulationBasedTraining, TrialScheduler
-from ray.tune.search.sample import Categorical, Domain, Integer
+from ray.tune.search.sample import Categorical, Domain, Float, Integer
 
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree, with_overrides
 from rlx.sweeps.schedulers.schedule import TIME, Schedule
-from rlx.sweeps.space import Space, last, rounded
+from rlx.sweeps.space import nearest_in
 
 
 class ResumablePopulation(PopulationBasedTraining):
@@ -26,10 +27,11 @@ class ResumablePopulation(PopulationBasedTraining):
             time_attr=TIME,
             perturbation_interval=schedule.first_rung,
             hyperparam_mutations=mutations,
-            custom_explore_fn=_clamp_to(schedule.space),
+            custom_explore_fn=self._allowed,
             log_config=False,
         )
         self.schedule = schedule
+        self._before: dict[str, Any] = {}  # settings of the trial that is looked at
 
     def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
         """Ray refuses searches beside this scheduler, as it chooses settings itself; ours only lists the first ones."""
@@ -41,22 +43,24 @@ class ResumablePopulation(PopulationBasedTraining):
             return TrialScheduler.CONTINUE
         if step == 0 or (record and step == record.step):
             return TrialScheduler.CONTINUE
+        self._before = dict(trial.config)
         return str(super().on_trial_result(tune_controller, trial, result))
+
+    def _allowed(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Changed settings inside their domains: Ray multiplies numbers by 0.8 or 1.2, also those of quantized ranges.
+
+        Those that do not go together, with which a run could not start, are replaced by the ones that the trial had.
+        """
+        for key, domain in self.schedule.space.items():
+            if isinstance(domain, Integer | Float):
+                settings[key] = nearest_in(domain, settings[key])
+        try:
+            if self.schedule.tree is not None:
+                from_tree(with_overrides(self.schedule.tree, settings))
+        except ConfigError:
+            return self._before
+        return settings
 
 
 def _mutation(domain: Domain) -> Any:
     return list(domain.categories) if isinstance(domain, Categorical) else domain
-
-
-def _clamp_to(space: Space) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Returns a function that keeps changed settings inside their domains: Ray multiplies them by 0.8 or 1.2."""
-
-    def clamp(settings: dict[str, Any]) -> dict[str, Any]:
-        for key, domain in space.items():
-            if isinstance(domain, Domain) and hasattr(domain, "lower"):
-                upper = last(domain) if isinstance(domain, Integer) else domain.upper
-                value = settings[key] if isinstance(domain, Integer) else rounded(settings[key])
-                settings[key] = min(max(value, domain.lower), upper)
-        return settings
-
-    return clamp
