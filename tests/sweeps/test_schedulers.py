@@ -1,5 +1,6 @@
 """Schedulers in real, small sweeps of Tune: whom they stop, and who goes on from whom."""
 
+import itertools
 import json
 import random
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from ray import tune
 from ray.tune.schedulers.pbt import _explore
@@ -225,13 +227,27 @@ def test_settings_that_do_not_go_together_are_those_of_before() -> None:
     tree, key = {"scaling": {"num_workers": 2}}, "train.prompts_per_step"
     given = [{key: 40}, {key: 48}, {key: 56}, {key: 64}]
     last: set[int] = set()
-    random.seed(0)
-    for _ in range(40):
-        schedule = Schedule(8, 2, {key: tune.randint(8, 65)}, tree=tree)
+    for seed in range(40):
+        schedule = Schedule(8, 2, {key: tune.randint(8, 65)}, seed=seed, tree=tree)
         *others, worst = [trial.config[key] for trial in looked_at(schedule, given)]
         assert others == [40, 48, 56]
         last.add(worst)
     assert {32, 48, 64} <= last and all(each % 8 == 0 for each in last)  # 0.8 and 1.2 times 40, or as before
+
+
+def test_a_population_draws_the_same_with_the_same_seed_whoever_else_draws() -> None:
+    def drawn(seed: int) -> list[Any]:
+        random.seed(next(others))
+        np.random.seed(next(others))
+        state = random.getstate(), np.random.get_state()[1].tolist()
+        trials = looked_at(
+            Schedule(8, 2, LAM, seed=seed), [{"algorithm.gae_lambda": 0.3 + 0.01 * n} for n in range(16)]
+        )
+        assert state == (random.getstate(), np.random.get_state()[1].tolist())
+        return [trial.config for trial in trials]
+
+    others = itertools.count()
+    assert drawn(1) == drawn(1) != drawn(2)
 
 
 class InTune:

@@ -1,19 +1,25 @@
 """Population based training as Ray has it: bad trials continue from the checkpoints of good ones, with other settings.
 
+What Ray draws follows from the sweep's seed, the trial and the step.
 Left out: when a trial may be judged at all (`schedule`).
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import PopulationBasedTraining, TrialScheduler
 from ray.tune.search.sample import Categorical, Domain, Float, Integer
 
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
+from rlx.sweeps.records import trial_number
 from rlx.sweeps.schedulers.schedule import TIME, Schedule
 from rlx.sweeps.space import nearest_in
 
@@ -44,7 +50,8 @@ class ResumablePopulation(PopulationBasedTraining):
         if step == 0 or (record and step == record.step):
             return TrialScheduler.CONTINUE
         self._before = dict(trial.config)
-        return str(super().on_trial_result(tune_controller, trial, result))
+        with _drawing_by(self.schedule.seed, trial_number(str(trial)), step):
+            return str(super().on_trial_result(tune_controller, trial, result))
 
     def _allowed(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Changed settings inside their domains: Ray multiplies numbers by 0.8 or 1.2, also those of quantized ranges.
@@ -64,3 +71,17 @@ class ResumablePopulation(PopulationBasedTraining):
 
 def _mutation(domain: Domain) -> Any:
     return list(domain.categories) if isinstance(domain, Categorical) else domain
+
+
+@contextmanager
+def _drawing_by(*seed: int) -> Iterator[None]:
+    """Makes what is drawn from the generators of Python and NumPy follow from a seed; leaves them as they were."""
+    before, before_numpy = random.getstate(), np.random.get_state()
+    first, second = np.random.SeedSequence(seed).generate_state(2).tolist()
+    random.seed(first)
+    np.random.seed(second)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(before_numpy)
