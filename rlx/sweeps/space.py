@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import base64
 import importlib.util
+import shutil
+import tempfile
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +33,7 @@ MODE: Mode = "max"
 SINGLE_VALUE = str | int | float | np.generic | None
 """types of choices that adaptive searches accept"""
 _MISSING = object()
+_ALONE = "a resume has a copy of this file alone: write in it what it reads or imports, and paths in full"
 _PLAIN = (str, int, float, np.generic, type(None), Mapping, list, tuple)
 
 
@@ -47,27 +50,43 @@ def load_space(path: str, tree: Mapping[str, Any]) -> Space:
 
 
 def _call_space(path: str) -> Space:
-    """The result of the file's space(); raises ConfigError if it has no such function, or that returns no settings."""
+    """The result of the file's space(), as a resume has it: from a copy of the file in a folder of its own.
+
+    Raises:
+        ConfigError: it has no such function, that returns no settings, or needs what lies beside the file.
+    """
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"--space {path}: no such file")
+    with tempfile.TemporaryDirectory(prefix="rlx-space-") as folder:
+        try:
+            space = _run(Path(shutil.copy(file, folder)), path)
+        except ConfigError as error:
+            _run(file, path)  # it may fail everywhere
+            raise ConfigError(f"{str(error).replace(f'{folder}/', '')}; {_ALONE}") from None
+    if space is _MISSING:
+        raise ConfigError(f"--space {path}: no function space() that returns settings to vary")
+    if not (isinstance(space, Mapping) and space):
+        expected = 'settings to vary, as {"train.actor_lr": tune.loguniform(1e-6, 1e-4)}'
+        raise ConfigError(f"--space {path}: space() returned {type(space).__name__} {space!r:.80}, expected {expected}")
+    if beside := [key for key, domain in space.items() if Path(folder).name in repr(extremes(domain))]:
+        raise ConfigError(f"--space {path}: {beside[0]} has paths in the folder of this file; {_ALONE}")
+    return dict(space)
+
+
+def _run(file: Path, path: str) -> Any:
+    """The result of space() in a file; `_MISSING` if it has none. `path`: what errors call the file."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if not spec or not spec.loader:
         raise ConfigError(f"--space {path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        space = module.space() if hasattr(module, "space") else _MISSING
+        return module.space() if hasattr(module, "space") else _MISSING
     except (Exception, SystemExit) as error:  # the file may raise anything
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
         where = f":{lines[-1]}" if lines else ""
         raise ConfigError(f"--space {path}{where}: {type(error).__name__}: {error}") from None
-    if space is _MISSING:
-        raise ConfigError(f"--space {path}: no function space() that returns settings to vary")
-    if not (isinstance(space, Mapping) and space):
-        expected = 'settings to vary, as {"train.actor_lr": tune.loguniform(1e-6, 1e-4)}'
-        raise ConfigError(f"--space {path}: space() returned {type(space).__name__} {space!r:.80}, expected {expected}")
-    return dict(space)
 
 
 def write_space(space: Mapping[str, Any], name: str, folder: Path) -> Path:

@@ -118,6 +118,37 @@ def test_a_space_that_does_not_fit_the_config_is_refused(body: str, line: str, t
     assert str(error.value).startswith(f"--space {path}:") and line in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ("{'train.actor_lr': float((Path(__file__).parent / 'rate.txt').read_text())}", ":8: FileNotFoundError: "),
+        (
+            "{'train.actor_lr': __import__('rate_beside').RATE}",
+            ":8: ModuleNotFoundError: No module named 'rate_beside'",
+        ),
+        ("{'data.source': tune.choice([str(Path(__file__).with_name('a.jsonl'))])}", ": data.source has paths in"),
+    ],
+)
+def test_a_space_that_a_resume_could_not_read_is_refused_at_once(
+    body: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume has a copy of it, without what lies beside it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "rate.txt").write_text("1e-4")
+    (tmp_path / "rate_beside.py").write_text("RATE = 1e-4")
+    (tmp_path / "mine.py").write_text(
+        "import sys\nfrom pathlib import Path\n\nfrom ray import tune\n\nsys.path.append(str(Path(__file__).parent))\n"
+        f"def space():\n    return {body}\n"
+    )
+    with pytest.raises(ConfigError) as error:
+        load_space(str(tmp_path / "mine.py"), {})
+    told = str(error.value)
+    assert told.startswith(f"--space {tmp_path}/mine.py{line}") and "rlx-space" not in told
+    assert told.endswith(
+        "; a resume has a copy of this file alone: write in it what it reads or imports, and paths in full"
+    )
+
+
 def test_a_space_must_be_a_python_file_with_the_function(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.py: no such file"):
         load_space(str(tmp_path / "none.py"), {})
