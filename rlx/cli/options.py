@@ -105,6 +105,23 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"error: {message.removeprefix('argument ')}{hint} ({self.prog} --help shows all options)\n")
 
 
+class _Noted(argparse.Action):
+    """Stores an option's value, and in `noted` that it was given at all: the value may be the one that it has else."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: object, option: object = None) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.noted = namespace.noted | {self.dest}
+
+
+class NotingParser(CommandParser):
+    """A parser that also gives `noted`: which options with a value were given, whatever their values are."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register("action", None, _Noted)
+        self.set_defaults(noted=frozenset())
+
+
 _CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)$")
 """what argparse says of a word that is none of an option's"""
 
