@@ -77,8 +77,9 @@ class Trial:
 
     @property
     def last_step(self) -> int:
-        """The last step with a metric; 0 if there is none."""
-        return max(self.history.index, default=0)
+        """The last step with a metric, or the one at which a scheduler stopped it; 0 if there is none."""
+        logged = int(max(self.history.index, default=0))
+        return logged if self.stopped_at is None else min(logged, self.stopped_at)
 
     @property
     def seconds(self) -> float:

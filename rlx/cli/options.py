@@ -105,6 +105,10 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"error: {message.removeprefix('argument ')}{hint} ({self.prog} --help shows all options)\n")
 
 
+_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)$")
+"""what argparse says of a word that is none of an option's"""
+
+
 class _Noted(argparse.Action):
     """Stores an option's value, and in `noted` that it was given at all: the value may be the one that it has else."""
 
@@ -120,10 +124,6 @@ class NotingParser(CommandParser):
         super().__init__(**options)
         self.register("action", None, _Noted)
         self.set_defaults(noted=frozenset())
-
-
-_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)$")
-"""what argparse says of a word that is none of an option's"""
 
 
 def settings_parser(description: str, usage: str) -> argparse.ArgumentParser:
