@@ -304,9 +304,8 @@ def _trial(
     uri: str, sweep: str, attempts: Sequence[TrackedRun], varied: Sequence[str], metrics: Sequence[str]
 ) -> Trial:
     first, last = attempts[0], attempts[-1]
-    params: dict[str, str] = {}
-    for run in attempts:
-        params |= run.params
+    # Nothing of earlier attempts: a setting that is None now is not recorded, and would have its old value.
+    params = next((run.params for run in reversed(attempts) if run.params), {})
     stopped_at = last.tags.get("rlx.stopped", first.tags.get("rlx.stopped"))
     return Trial(
         name=first.name.removeprefix(f"{sweep}."),
