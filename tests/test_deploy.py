@@ -84,4 +84,4 @@ def test_the_slurm_script_can_resume_a_sweep() -> None:
     words = shlex.split(script.partition("exec rlx sweep ")[2].partition('"$@"')[0])
     parser = sweep.argument_parser()
     args, given = options.parse(parser, [*words, "--resume", "lr", "--storage", "/nfs/rlx"])
-    sweep.refuse_options(parser, args, given)
+    sweep.refuse_options(args, given)

@@ -77,8 +77,9 @@ class Trial:
 
     @property
     def last_step(self) -> int:
-        """The last step with a metric; 0 if there is none."""
-        return max(self.history.index, default=0)
+        """The last step with a metric, or the one at which a scheduler stopped it; 0 if there is none."""
+        logged = int(max(self.history.index, default=0))
+        return logged if self.stopped_at is None else min(logged, self.stopped_at)
 
     @property
     def seconds(self) -> float:
@@ -319,9 +320,8 @@ def _trial(
     uri: str, sweep: str, attempts: Sequence[TrackedRun], varied: Sequence[str], metrics: Sequence[str]
 ) -> Trial:
     first, last = attempts[0], attempts[-1]
-    params: dict[str, str] = {}
-    for run in attempts:
-        params |= run.params
+    # Nothing of earlier attempts: a setting that is None now is not recorded, and would have its old value.
+    params = next((run.params for run in reversed(attempts) if run.params), {})
     stopped_at = last.tags.get("rlx.stopped", first.tags.get("rlx.stopped"))
     return Trial(
         name=first.name.removeprefix(f"{sweep}."),

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import pandas as pd
 
-from rlx.analysis.comparison.rungs import curve_by_amount, rung_text, rungs_passed, value_at
+from rlx.analysis.comparison.rungs import curve_by_amount, rung_of_stop, rung_text, rungs_passed, value_at
 from rlx.analysis.loading import Sweep, Trial
 from rlx.analysis.statistics import final_value, has_ended, rank_trials
 from rlx.analysis.style import short_names
@@ -54,7 +54,9 @@ def find_rungs(sweep: Sweep, metric: str) -> list[Rung]:
     if sweep.rung_by != "steps":
         return _rungs_by_amount(sweep, metric)
     steps = [set(trial.curve(metric).index) for trial in sweep.trials]
-    stops = [trial.stopped_at for trial in sweep.trials if trial.stopped_at is not None and has_ended(trial, metric)]
+    stops = [
+        rung for trial in sweep.trials if has_ended(trial, metric) and (rung := rung_of_stop(sweep, trial, metric))
+    ]
     found = (
         Rung(step, sum(step in each for each in steps), stops.count(step)) for step in sorted({*stops, *sweep.rungs})
     )

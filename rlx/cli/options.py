@@ -109,6 +109,23 @@ _CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)$")
 """what argparse says of a word that is none of an option's"""
 
 
+class _Noted(argparse.Action):
+    """Stores an option's value, and in `noted` that it was given at all: the value may be the one that it has else."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: object, option: object = None) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.noted = namespace.noted | {self.dest}
+
+
+class NotingParser(CommandParser):
+    """A parser that also gives `noted`: which options with a value were given, whatever their values are."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register("action", None, _Noted)
+        self.set_defaults(noted=frozenset())
+
+
 def settings_parser(description: str, usage: str) -> argparse.ArgumentParser:
     """A parser with `--config FILE` and one option per setting; `usage`: its options, as --help shows them."""
     parser = CommandParser(description=description, usage=f"%(prog)s {usage}", allow_abbrev=False, add_help=False)

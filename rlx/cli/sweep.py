@@ -14,7 +14,7 @@ from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from rlx.cli.options import CommandParser, add_help, add_settings, end_on_signals, exit_code, parse, signal_received
+from rlx.cli.options import NotingParser, add_help, add_settings, end_on_signals, exit_code, parse, signal_received
 from rlx.cluster.resources import sharing_gpus
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.experiment import DEFAULT_EXPERIMENT, TINY, has_tiny_model, takes_experiment, with_experiment
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def script() -> int:
         args, given = parse(parser, list(sys.argv[1:] if argv is None else argv))
-        refuse_options(parser, args, given)
+        refuse_options(args, given)
         own = read_yaml(args.config) if args.config else None
         tree = new_tree(own, given)
         config = from_tree(tree, args.config or "command line")  # refused before anything slow is imported
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def argument_parser() -> argparse.ArgumentParser:
     """The options of `rlx sweep`."""
-    parser = CommandParser(
+    parser = NotingParser(
         description="A sweep of PPO runs; every setting that the search space does not vary can be given too.",
         usage="%(prog)s [--space FILE] [--trials N] [--seeds K] [--search NAME] [--scheduler NAME] [--resume [NAME]] "
         "[--SECTION.SETTING VALUE ...]",
@@ -161,16 +161,15 @@ def _add_resume_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def refuse_options(parser: argparse.ArgumentParser, args: argparse.Namespace, given: Mapping[str, Any]) -> None:
+def refuse_options(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     """Raises ConfigError for options that exclude each other, and for counts below 1."""
     for option in ("restart_errored", "trust"):
         if getattr(args, option) and args.resume is None:
             raise ConfigError(f"--{option.replace('_', '-')} needs --resume")
     if args.from_scratch and not args.restart_errored:
         raise ConfigError("--from-scratch needs --restart-errored")
-    of_new = ("config", "interleave", *_OF_THE_PLAN)
-    changed = any(getattr(args, option) != parser.get_default(option) for option in of_new)
-    if args.resume is not None and (set(given) - set(OF_THE_MACHINE) or changed):
+    of_new = {"config", "interleave", *_OF_THE_PLAN} & args.noted
+    if args.resume is not None and (set(given) - set(OF_THE_MACHINE) or of_new):
         allowed = ", ".join(f"--{key.replace('_', '-')}" for key in OF_THE_MACHINE)
         raise ConfigError(
             f"--resume uses the sweep's own settings: only {allowed}, --trust and --restart-errored go with it"

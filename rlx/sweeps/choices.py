@@ -48,8 +48,10 @@ _RESOURCES = (
     "reward.resources_per_model",
     "ray_address",
 )
-# Keys and prefixes of settings that belong to the sweep: its trials are compared at one step and recorded together.
-_SHARED = ("name", "storage", "train.steps", "tracking.", "checkpoint.init_")
+# Keys and prefixes of settings that belong to the sweep: its trials are compared at the same steps by what the same
+# evaluation measures there, and are recorded together. Reports repeat the newest evaluation, so a trial with others
+# would be stopped by an old value.
+_SHARED = ("name", "storage", "train.steps", "eval.", "tracking.", "checkpoint.init_")
 
 
 def check_quickly(plan: SweepPlan) -> None:

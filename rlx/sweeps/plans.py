@@ -201,6 +201,8 @@ def schedule_of(plan: SweepPlan, space: Space, known: Mapping[str, TrialRecord] 
         mode=plan.mode,
         rung_by=plan.rung_by,
         gpus=plan.gpus,
+        seed=plan.config.seed,
+        tree=plan.tree,
     )
 
 

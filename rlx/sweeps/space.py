@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import base64
 import importlib.util
+import shutil
+import tempfile
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +33,7 @@ MODE: Mode = "max"
 SINGLE_VALUE = str | int | float | np.generic | None
 """types of choices that adaptive searches accept"""
 _MISSING = object()
+_ALONE = "a resume has a copy of this file alone: write in it what it reads or imports, and paths in full"
 _PLAIN = (str, int, float, np.generic, type(None), Mapping, list, tuple)
 
 
@@ -47,27 +50,43 @@ def load_space(path: str, tree: Mapping[str, Any]) -> Space:
 
 
 def _call_space(path: str) -> Space:
-    """The result of the file's space(); raises ConfigError if it has no such function, or that returns no settings."""
+    """The result of the file's space(), as a resume has it: from a copy of the file in a folder of its own.
+
+    Raises:
+        ConfigError: it has no such function, that returns no settings, or needs what lies beside the file.
+    """
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"--space {path}: no such file")
+    with tempfile.TemporaryDirectory(prefix="rlx-space-") as folder:
+        try:
+            space = _run(Path(shutil.copy(file, folder)), path)
+        except ConfigError as error:
+            _run(file, path)  # it may fail everywhere
+            raise ConfigError(f"{str(error).replace(f'{folder}/', '')}; {_ALONE}") from None
+    if space is _MISSING:
+        raise ConfigError(f"--space {path}: no function space() that returns settings to vary")
+    if not (isinstance(space, Mapping) and space):
+        expected = 'settings to vary, as {"train.actor_lr": tune.loguniform(1e-6, 1e-4)}'
+        raise ConfigError(f"--space {path}: space() returned {type(space).__name__} {space!r:.80}, expected {expected}")
+    if beside := [key for key, domain in space.items() if Path(folder).name in repr(extremes(domain))]:
+        raise ConfigError(f"--space {path}: {beside[0]} has paths in the folder of this file; {_ALONE}")
+    return dict(space)
+
+
+def _run(file: Path, path: str) -> Any:
+    """The result of space() in a file; `_MISSING` if it has none. `path`: what errors call the file."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if not spec or not spec.loader:
         raise ConfigError(f"--space {path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        space = module.space() if hasattr(module, "space") else _MISSING
+        return module.space() if hasattr(module, "space") else _MISSING
     except (Exception, SystemExit) as error:  # the file may raise anything
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
         where = f":{lines[-1]}" if lines else ""
         raise ConfigError(f"--space {path}{where}: {type(error).__name__}: {error}") from None
-    if space is _MISSING:
-        raise ConfigError(f"--space {path}: no function space() that returns settings to vary")
-    if not (isinstance(space, Mapping) and space):
-        expected = 'settings to vary, as {"train.actor_lr": tune.loguniform(1e-6, 1e-4)}'
-        raise ConfigError(f"--space {path}: space() returned {type(space).__name__} {space!r:.80}, expected {expected}")
-    return dict(space)
 
 
 def write_space(space: Mapping[str, Any], name: str, folder: Path) -> Path:
@@ -93,10 +112,25 @@ def _check(key: str, domain: Any, path: str, tree: Mapping[str, Any]) -> None:
         raise ConfigError(f"--space {path}: {key}: tune.sample_from hides its values: use a range or choices")
     if not extremes(domain):
         raise ConfigError(f"--space {path}: {key} has no values to choose from")
+    if isinstance(domain, Integer | Float):
+        _check_range(key, domain, path)
     for value in extremes(domain):
         if not isinstance(value, _PLAIN):
             raise ConfigError(f"--space {path}: {key}: no setting can be a {type(value).__name__}")
         from_tree(with_overrides(dict(tree), {key: value}), f"--space {path}")
+
+
+def _check_range(key: str, domain: Integer | Float, path: str) -> None:
+    """Raises ConfigError if nothing lies between the ends of a range: every trial would get the same end of it."""
+    lower, upper = domain.lower, domain.upper
+    none = f"--space {path}: {key} has no values to choose from between {lower:g} and {upper:g}"
+    if lower > upper:
+        raise ConfigError(f"{none}; the lower end comes first: {upper:g}, {lower:g}")
+    first, last = extremes(domain)
+    if lower == upper and (isinstance(domain, Float) or first > last):
+        raise ConfigError(f"{none}; the value alone stands for itself: {lower:g}")
+    if first > last:
+        raise ConfigError(f"{none}: no multiple of {quantum(domain):g} is there")
 
 
 def check_resources(space: Space, path: str, tree: Mapping[str, Any], shared: ResourcePlan) -> None:
@@ -119,7 +153,10 @@ def extremes(domain: Any) -> list[Any]:
     if isinstance(domain, Categorical):
         return list(domain.categories)
     if isinstance(domain, Integer):
-        return [domain.lower, last(domain)]
+        step = quantum(domain)
+        if step in (None, 1):
+            return [domain.lower, domain.upper - 1]  # Ray excludes the upper end
+        return [-(-domain.lower // step) * step, domain.upper // step * step]
     if isinstance(domain, Float):
         return [domain.lower, domain.upper]
     if isinstance(domain, dict) and "grid_search" in domain:
@@ -145,9 +182,17 @@ def _from_json(value: Any) -> Any:
     return to_jsonable_python(value, fallback=lambda number: number.item())  # of NumPy
 
 
-def last(domain: Integer) -> int:
-    """The largest value of a range of integers: Ray excludes the upper end, except from a quantized range."""
-    return int(domain.upper) - (not isinstance(domain.sampler, Quantized))
+def quantum(domain: Integer | Float) -> Any:
+    """The number of which all values of a quantized range are multiples; None for other ranges."""
+    return domain.sampler.q if isinstance(domain.sampler, Quantized) else None
+
+
+def nearest_in(domain: Integer | Float, value: float) -> float:
+    """The number of a range that is nearest to a value: between its ends, and a multiple of its quantum."""
+    low, high = extremes(domain)
+    step = quantum(domain)
+    value = round(value / step) * step if step else value
+    return float(min(max(rounded(value), low), high)) if isinstance(domain, Float) else int(min(max(value, low), high))
 
 
 def complete_settings(space: Space, suggested: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,4 +212,4 @@ def rounded(value: float) -> float:
 def _plain(value: Any, domain: Any) -> Any:
     """A suggested value as a type of Python, rounded if it comes from a range of floats."""
     value = value.item() if hasattr(value, "item") else value  # NumPy scalars
-    return min(max(rounded(value), domain.lower), domain.upper) if isinstance(domain, Float) else value
+    return nearest_in(domain, value) if isinstance(domain, Float) else value

@@ -227,7 +227,7 @@ def shared_inputs(plan: SweepPlan, space: Space, models: Sequence[NeededModel]) 
     copies = nodes.bring_models(models)
     common = SharedInputs(relay.reachable(plan.tracking), start_mailbox(), Signer.new(), copies=copies)
     path = None if any(key.startswith("model.") for key in space) else models[0].path
-    if path and not any(key.startswith(("data.", "eval.", "environment.name")) for key in space):
+    if path and not any(key.startswith(("data.", "environment.name")) for key in space):
         return replace(common, model_path=path, tables=preflight.prompt_tables(plan.config, path))
     for setting, address in _prompts_of(plan.config.data, plan.config.eval, space):
         nodes.check_path(address, setting)

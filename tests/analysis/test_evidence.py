@@ -303,6 +303,29 @@ def test_settings_on_the_same_seeds_that_went_to_the_end_are_compared() -> None:
     assert values == pytest.approx(np.array([[0.1, 0.11], [0.0, 0.01]]))
 
 
+def test_a_trial_that_was_stopped_did_not_go_to_the_end_though_it_has_logged_the_last_step() -> None:
+    trials = [
+        trial(3 * i + seed, {LR: float(i), "seed": seed}, {2: 0.1, 4: i / 10 + seed / 100})
+        for i in range(3)
+        for seed in range(2)
+    ]
+    trials[5] = replace(trials[5], stopped_at=3)
+    groups, _ = seed_table(group_trials(sweep(*trials)), DEFAULT_METRIC)
+    assert [group.settings[LR] for group in groups] == [1.0, 0.0]
+    trials = [*trials[:4], *(replace(each, stopped_at=4) for each in trials[4:])]
+    groups, _ = seed_table(group_trials(sweep(*trials)), DEFAULT_METRIC)
+    assert [group.settings[LR] for group in groups] == [1.0, 0.0]
+
+
+def test_a_setting_is_out_at_the_rung_where_it_was_judged_though_a_seed_ended_later() -> None:
+    curves = {0: {2: 0.5, 4: 0.6}, 1: {2: 0.4, 4: 0.7}, 2: {2: 0.1}, 3: {2: 0.2}}
+    trials = [trial(n, {LR: float(n // 2), "seed": n % 2}, curve) for n, curve in curves.items()]
+    stopped = [replace(each, stopped_at=2 + each.settings["seed"]) for each in trials[2:]]  # type: ignore[operator]
+    found = sweep(*trials[:2], *stopped)
+    standings = rung_standings(found, group_trials(found), DEFAULT_METRIC, "max")
+    assert [(each.at, each.is_out) for each in standings] == [(2, False), (2, True)]
+
+
 def test_rungs_say_how_far_each_was_behind_and_who_was_stopped(uri: str) -> None:
     found, groups = loaded(uri)
     standings = rung_standings(found, groups, DEFAULT_METRIC, "max")

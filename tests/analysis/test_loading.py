@@ -116,6 +116,15 @@ def test_a_continued_trial_has_one_history_and_its_last_settings(uri: str) -> No
     assert (other.origins, len(other.run_ids)) == ((), 1)
 
 
+def test_a_setting_that_became_none_has_no_value_of_before(uri: str) -> None:
+    key = "algorithm.adaptive_kl_target"
+    runs = [Run({key: 0.1}, {0: 0.2}, attempts=(Run({}, {1: 0.3}, tags={"rlx.from": "trial_1@0"}),))]
+    log_sweep(uri, "unset", runs, [key, "train.actor_lr"])
+    (trial,) = loading.load_sweep(uri, "rlx", "unset").trials
+    assert trial.settings == {key: None, "train.actor_lr": config("x", {}).train.actor_lr}
+    assert loading.run_config(uri, trial).algorithm.adaptive_kl_target is None
+
+
 def test_every_metric_is_read_over_all_attempts(uri: str) -> None:
     history = loading.every_metric(uri, loading.load_sweep(uri, "rlx", "cloned").trials[0])
     assert set(history) == {"eval/accuracy", "kl/ref", "time/step", "time/eval", "tokens/total"}

@@ -41,6 +41,18 @@ def test_a_rung_that_stopped_nobody_is_one_too_if_a_trial_has_reached_it() -> No
     assert find_rungs(nobody, DEFAULT_METRIC) == [Rung(2, 1, 0)]
 
 
+def test_a_seed_that_was_further_when_its_setting_was_stopped_counts_where_it_was_judged() -> None:
+    """It ends a step after the rung, and has begun another one; or, evaluated at each second step, after the next."""
+    others = [trial(number, {LR: 1.0}, {0: 0.1, 2: 0.5, 4: 0.6, 8: 0.7}) for number in range(4)]
+    first = trial(4, {LR: 2.0}, {0: 0.1, 2: 0.2}, stopped_at=2)
+    second = trial(5, {LR: 2.0}, {0: 0.1, 2: 0.3, 4: 0.9}, stopped_at=3)
+    assert second.last_step == 3
+    assert find_rungs(sweep(*others, first, second), DEFAULT_METRIC) == [Rung(2, 6, 2)]
+    further = trial(5, {LR: 2.0}, {0: 0.1, 2: 0.3, 4: 0.9, 6: 0.9}, stopped_at=7)
+    judged = replace(sweep(*others, first, further), rungs=(2, 4, 8))
+    assert find_rungs(judged, DEFAULT_METRIC) == [Rung(2, 6, 1), Rung(4, 5, 1), Rung(8, 4, 0)]
+
+
 def test_rungs_in_tokens_are_those_that_were_passed_last_at_an_evaluation() -> None:
     """100 tokens a step, so evaluations come after 200, 400 and 800, past the rungs 128, 256 and 512."""
     by_tokens = replace(HALVED, rung_by="tokens")

@@ -180,7 +180,7 @@ def test_a_sweep_goes_on_where_its_files_lie_elsewhere(tmp_path: Path, monkeypat
     (folder / "sweep.json").write_text(json.dumps(asdict(plan)))
     (folder / "space.py").write_text("")
     args, given = sweep_options("--resume", "--trust", "--data.source", "sums.jsonl", "--ray-address", "auto")
-    sweep.refuse_options(sweep.argument_parser(), args, given)
+    sweep.refuse_options(args, given)
     tree = {"storage": str(tmp_path), "ray_address": "auto", "data": {"source": f"{tmp_path}/sums.jsonl"}}
     with sweep.claimed_plan(args, storage, tree, given) as (resumed, _):
         assert (resumed.config.data.source, resumed.config.ray_address) == (f"{tmp_path}/sums.jsonl", "auto")
@@ -193,7 +193,27 @@ def test_a_sweep_goes_on_where_its_files_lie_elsewhere(tmp_path: Path, monkeypat
     with pytest.raises(
         ConfigError, match=r"only --storage, --ray-address, .*--data\.source, .*--model\.path, .*--trust"
     ):
-        sweep.refuse_options(sweep.argument_parser(), *sweep_options("--resume", "--train.steps", "5"))
+        sweep.refuse_options(*sweep_options("--resume", "--train.steps", "5"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--trials 4",
+        "--seeds 1",
+        "--search random",
+        "--scheduler none",
+        "--mode max",
+        "--reuse engines",
+        "--interleave 1",
+    ],
+)
+def test_a_resume_refuses_an_option_of_the_plan_with_any_value(words: str) -> None:
+    """It may be the one that a new sweep has without it, and not the one of this sweep."""
+    with pytest.raises(ConfigError, match=r"^--resume uses the sweep's own settings: only --storage, "):
+        sweep.refuse_options(*sweep_options("--resume", "s", *words.split()))
+    sweep.refuse_options(*sweep_options(*words.split()))
+    sweep.refuse_options(*sweep_options("--resume", "s", "--storage", "elsewhere", "--trust"))
 
 
 @pytest.mark.parametrize("words", [["--resume", ""], ["--from="], ["--config", ""]])

@@ -1,5 +1,6 @@
 """Schedulers in real, small sweeps of Tune: whom they stop, and who goes on from whom."""
 
+import itertools
 import json
 import random
 import signal
@@ -7,8 +8,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from ray import tune
 from ray.tune.schedulers.pbt import _explore
@@ -196,7 +199,8 @@ def test_settings_stay_within_their_domains_however_often_they_change() -> None:
     space = {
         "train.actor_lr": tune.loguniform(1e-5, 1e-3),
         "train.ppo_epochs": tune.randint(1, 5),
-        "rollout.max_tokens": tune.qrandint(8, 32, 8),
+        "rollout.max_tokens": tune.qrandint(5, 38, 8),
+        "algorithm.value_clip": tune.quniform(0.2, 0.6, 0.2),
         "algorithm.gae_lambda": tune.uniform(0.5, 1.0),
         "algorithm.target_kl": tune.choice([None, 0.05]),
     }
@@ -213,5 +217,74 @@ def test_settings_stay_within_their_domains_however_often_they_change() -> None:
     assert 1e-5 <= min(seen["train.actor_lr"]) < 2e-5 and 5e-4 < max(seen["train.actor_lr"]) <= 1e-3
     assert seen["train.ppo_epochs"] == {1, 2, 3, 4}
     assert min(seen["algorithm.gae_lambda"]) == 0.5 and max(seen["algorithm.gae_lambda"]) == 1.0
-    assert min(seen["rollout.max_tokens"]) == 8 and max(seen["rollout.max_tokens"]) == 32
+    assert seen["rollout.max_tokens"] == {8, 16, 24, 32}
+    assert seen["algorithm.value_clip"] == {0.2, 0.4, 0.6}
     assert seen["algorithm.target_kl"] == {None, 0.05}
+
+
+def test_settings_that_do_not_go_together_are_those_of_before() -> None:
+    """Prompts of a step are to be a multiple of 2 workers x 4 mini-batches: no trial gets another number."""
+    tree, key = {"scaling": {"num_workers": 2}}, "train.prompts_per_step"
+    given = [{key: 40}, {key: 48}, {key: 56}, {key: 64}]
+    last: set[int] = set()
+    for seed in range(40):
+        schedule = Schedule(8, 2, {key: tune.randint(8, 65)}, seed=seed, tree=tree)
+        *others, worst = [trial.config[key] for trial in looked_at(schedule, given)]
+        assert others == [40, 48, 56]
+        last.add(worst)
+    assert {32, 48, 64} <= last and all(each % 8 == 0 for each in last)  # 0.8 and 1.2 times 40, or as before
+
+
+def test_a_population_draws_the_same_with_the_same_seed_whoever_else_draws() -> None:
+    def drawn(seed: int) -> list[Any]:
+        random.seed(next(others))
+        np.random.seed(next(others))
+        state = random.getstate(), np.random.get_state()[1].tolist()
+        trials = looked_at(
+            Schedule(8, 2, LAM, seed=seed), [{"algorithm.gae_lambda": 0.3 + 0.01 * n} for n in range(16)]
+        )
+        assert state == (random.getstate(), np.random.get_state()[1].tolist())
+        return [trial.config for trial in trials]
+
+    others = itertools.count()
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+class InTune:
+    """A trial that runs, and Tune's controller, as far as a population knows them."""
+
+    def __init__(self, number: int, config: dict[str, Any]) -> None:
+        self.number, self.config, self.trial_id, self.status = number, config, trial_name(number), "RUNNING"
+        self.evaluated_params, self.experiment_tag = dict(config), ""
+        manager = SimpleNamespace(checkpoint_config=tune.CheckpointConfig())
+        self.run_metadata = SimpleNamespace(checkpoint_manager=manager)
+
+    def __str__(self) -> str:
+        return self.trial_id
+
+    def is_finished(self) -> bool:
+        return False
+
+    def set_config(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    def set_experiment_tag(self, tag: str) -> None:
+        self.experiment_tag = tag
+
+
+def looked_at(schedule: Schedule, settings: Sequence[dict[str, Any]]) -> list[InTune]:
+    """Trials with these settings after two evaluations, by a population; the first one is the best, and so on."""
+    population = SCHEDULERS["pbt"](schedule)
+    population.set_search_properties(DEFAULT_METRIC, MODE)
+    trials = [InTune(number, config) for number, config in enumerate(settings)]
+    controller = SimpleNamespace(
+        get_trials=lambda: trials,
+        pause_trial=lambda trial, should_checkpoint: None,
+        _schedule_trial_save=lambda trial, result: "a checkpoint",
+    )
+    for trial in trials:
+        population.on_trial_add(controller, trial)
+    for step in (2, 4):
+        for trial in trials:
+            population.on_trial_result(controller, trial, {"step": step, DEFAULT_METRIC: -float(trial.number)})
+    return trials

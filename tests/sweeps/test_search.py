@@ -87,6 +87,15 @@ def test_a_shipped_space_fits_its_search(path: Path) -> None:
         ("{'train.ppo_epochs': tune.choice([])}", "train.ppo_epochs has no values to choose from"),
         ("{'train.ppo_epochs': tune.grid_search([])}", "train.ppo_epochs has no values to choose from"),
         (
+            "{'train.actor_lr': tune.loguniform(1e-3, 1e-5)}",
+            "train.actor_lr has no values to choose from between 0.001 and 1e-05; the lower end comes first: 1e-05",
+        ),
+        ("{'algorithm.kl_coef': tune.quniform(.5, .1, .1)}", "algorithm.kl_coef has no values to choose from between"),
+        ("{'algorithm.kl_coef': tune.uniform(.1, .1)}", "between 0.1 and 0.1; the value alone stands for itself: 0.1"),
+        ("{'train.ppo_epochs': tune.randint(2, 2)}", "between 2 and 2; the value alone stands for itself: 2"),
+        ("{'train.ppo_epochs': tune.qrandint(4, 2, 2)}", "between 4 and 2; the lower end comes first: 2, 4"),
+        ("{'train.ppo_epochs': tune.qrandint(5, 7, 4)}", "between 5 and 7: no multiple of 4 is there"),
+        (
             "{'train.ppo_epochs': tune.sample_from(lambda spec: spec.config.x)}",
             "tune.sample_from hides its values",
         ),
@@ -107,6 +116,37 @@ def test_a_space_that_does_not_fit_the_config_is_refused(body: str, line: str, t
     with pytest.raises(ConfigError) as error:
         load_space(path, {})
     assert str(error.value).startswith(f"--space {path}:") and line in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ("{'train.actor_lr': float((Path(__file__).parent / 'rate.txt').read_text())}", ":8: FileNotFoundError: "),
+        (
+            "{'train.actor_lr': __import__('rate_beside').RATE}",
+            ":8: ModuleNotFoundError: No module named 'rate_beside'",
+        ),
+        ("{'data.source': tune.choice([str(Path(__file__).with_name('a.jsonl'))])}", ": data.source has paths in"),
+    ],
+)
+def test_a_space_that_a_resume_could_not_read_is_refused_at_once(
+    body: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume has a copy of it, without what lies beside it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "rate.txt").write_text("1e-4")
+    (tmp_path / "rate_beside.py").write_text("RATE = 1e-4")
+    (tmp_path / "mine.py").write_text(
+        "import sys\nfrom pathlib import Path\n\nfrom ray import tune\n\nsys.path.append(str(Path(__file__).parent))\n"
+        f"def space():\n    return {body}\n"
+    )
+    with pytest.raises(ConfigError) as error:
+        load_space(str(tmp_path / "mine.py"), {})
+    told = str(error.value)
+    assert told.startswith(f"--space {tmp_path}/mine.py{line}") and "rlx-space" not in told
+    assert told.endswith(
+        "; a resume has a copy of this file alone: write in it what it reads or imports, and paths in full"
+    )
 
 
 def test_a_space_must_be_a_python_file_with_the_function(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ FILES = {
     "none.py": "x = 1",
     "binary.py": b"\xff",
     "misspelt.py": "from ray import tune\ndef space():\n    return {'train.actor_rl': tune.uniform(0, 1)}",
+    "evals.py": "from ray import tune\ndef space():\n    return {'eval.every': tune.grid_search([2, 3])}",
     "steps.py": "def space():\n    if x:\n        return {'train.steps': 1}\n    return {}",
 }
 
@@ -55,6 +56,7 @@ FILES = {
         ({"space": "binary.py"}, "--space .*/binary.py: not a Python file: "),
         ({"space": "none.py"}, r"--space .*/none.py: no function space\(\) that returns settings"),
         ({"space": "misspelt.py"}, "--space .*/misspelt.py: unknown setting train.actor_rl; nearest: train.actor_lr"),
+        ({"space": "evals.py"}, "--space .*/evals.py: eval.every is the same for all trials of a sweep"),
         ({"space": "steps.py"}, "--space .*/steps.py: train.steps is the same for all trials"),
     ],
 )

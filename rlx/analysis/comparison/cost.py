@@ -97,7 +97,7 @@ def spent(sweep: Sweep, gpus: float) -> Cost:
     """What the runs of a sweep have cost, each of which used so many GPUs."""
     tokens = [trial.history["tokens/total"].max() for trial in sweep.trials]
     seconds = [trial.seconds for trial in sweep.trials]
-    steps = sum(trial.last_step for trial in sweep.trials)
+    steps = sum(max(trial.history.index, default=0) for trial in sweep.trials)  # also those that count for nothing
     return Cost(steps, _sum(tokens), gpus * _sum(seconds))
 
 

@@ -134,7 +134,8 @@ def seed_table(groups: Sequence[Group], metric: str) -> tuple[list[Group], Table
     last = max((trial.last_step for group in rated for trial in group.ended), default=0)
     rows = {}
     for group in rated:
-        whole = {str(trial.settings.get(SEED)): trial for trial in group.ended if trial.last_step == last}
+        at_end = [trial for trial in group.ended if trial.last_step == last and not trial.was_stopped]
+        whole = {str(trial.settings.get(SEED)): trial for trial in at_end}
         finals = {seed: final_value(trial, metric) for seed, trial in whole.items()}
         rows[group] = {seed: value for seed, value in finals.items() if math.isfinite(value)}
     most = max((len(row) for row in rows.values()), default=0)

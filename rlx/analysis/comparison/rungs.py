@@ -45,17 +45,26 @@ def rung_standings(sweep: Sweep, groups: Sequence[Group], metric: str, mode: Mod
     if sweep.rung_by != "steps":
         rungs = sorted(set[int]().union(*map(rungs_passed, curves.values())))
         return [standing for rung in rungs for standing in _at_amount(groups, curves, mode, rung)]
-    last = max((trial.last_step for trial in sweep.trials), default=0)
-    steps = sorted({*sweep.rungs, *(trial.stopped_at for trial in sweep.trials if trial.stopped_at), last})
-    return [standing for step in steps for standing in _at(groups, curves, mode, step, last, sweep.looks)]
+    stops = {trial: rung_of_stop(sweep, trial, metric) for trial in sweep.trials}
+    ends = {trial: stops[trial] or trial.last_step for trial in sweep.trials}
+    steps = sorted({*sweep.rungs, *filter(None, stops.values()), max(ends.values(), default=0)})
+    return [standing for step in steps for standing in _at(groups, curves, mode, step, ends, sweep.looks)]
 
 
-def _at(groups: Sequence[Group], curves: Curves, mode: Mode, step: int, last: int, looks: Looks) -> list[RungStanding]:
-    out = [
-        group
-        for group in groups
-        if step < last and all((trial.stopped_at or trial.last_step) <= step for trial in group.trials)
-    ]
+def rung_of_stop(sweep: Sweep, trial: Trial, metric: str) -> int | None:
+    """The step at which a trial was judged when a scheduler stopped it; None if it was not, or never was evaluated.
+
+    A setting stops with all its seeds, and those that are further by then end at whatever step they are at.
+    """
+    steps = [int(step) for step in trial.curve(metric).index if step > 0 and trial.was_stopped]
+    return max([step for step in steps if step in sweep.rungs] or steps, default=None)
+
+
+def _at(
+    groups: Sequence[Group], curves: Curves, mode: Mode, step: int, ends: Mapping[Trial, int], looks: Looks
+) -> list[RungStanding]:
+    goes_on = max(ends.values(), default=0) > step
+    out = [group for group in groups if goes_on and all(ends[trial] <= step for trial in group.trials)]
     rows = {group: _by_seed(group, [curves[trial].get(step, math.nan) for trial in group.trials]) for group in groups}
     return _standings(rows, out, mode, step, looks)
 

@@ -54,8 +54,7 @@ def sweep_options(space: str, words: Sequence[str]) -> argparse.Namespace:
     Raises:
         ConfigError: one of them does not.
     """
-    parser = sweeps.argument_parser()
-    options, given = parse(parser, ["--space", space, *words])
+    options, given = parse(sweeps.argument_parser(), ["--space", space, *words])
     if given or options.config:
         wrong = min(given, default="config")
         raise ConfigError(f"--{wrong.replace('_', '-')}: branches have the settings of the run and of --space")
@@ -63,7 +62,7 @@ def sweep_options(space: str, words: Sequence[str]) -> argparse.Namespace:
         raise ConfigError("branches go on from one state, with its seed: leave --seeds, --resume, race and pbt out")
     if options.interleave > 1:
         raise ConfigError("branches have the engines and GPUs of the run, as their control has: leave --interleave out")
-    sweeps.refuse_options(parser, options, given)
+    sweeps.refuse_options(options, given)
     return options
 
 

@@ -30,6 +30,8 @@ class Schedule:
     mode: Mode = MODE
     rung_by: RungUnit = "steps"  # in which rungs are
     gpus: float = 0.0  # of a trial
+    seed: int = 0  # of what a scheduler draws
+    tree: Mapping[str, Any] | None = None  # the settings that trials share; None: what is drawn is not checked
 
     @property
     def first_rung(self) -> int:
