@@ -20,6 +20,7 @@ import pandas as pd
 from rlx.config.errors import ConfigError, nearest, printable
 from rlx.config.loading import from_tree, parse_yaml, setting_at, with_overrides
 from rlx.config.run import LONGEST_NAME, RUN_NAME, RunConfig
+from rlx.config.sections.base import flatten
 from rlx.config.sweep import DEFAULT_METRIC, PROGRESS, Mode, RungUnit
 from rlx.tracking.base import RunStatus, TrackedRun
 from rlx.tracking.metrics import METRICS, meaning
@@ -224,12 +225,17 @@ def run_config(uri: str, trial: Trial) -> RunConfig:
     Raises:
         ConfigError: MLflow does not have the config, or this version of rlx does not accept it.
     """
-    first_run = trial.run_ids[0]
-    if "config.yaml" not in mlflow.artifact_names(uri, first_run):
+    tree = _logged_config(uri, trial, trial.run_ids[0])
+    if trial.origins:  # by the file, where lists and the like are not texts
+        now = flatten(from_tree(_logged_config(uri, trial, trial.run_ids[-1]), f"config.yaml of {trial.name}"))
+        tree = with_overrides(tree, {key: setting_at(now, key) for key in trial.settings})
+    return from_tree(tree, f"config.yaml of {trial.name}")
+
+
+def _logged_config(uri: str, trial: Trial, run_id: str) -> Any:
+    if "config.yaml" not in mlflow.artifact_names(uri, run_id):
         raise ConfigError(f"{trial.name} has no config.yaml in MLflow")
-    tree = parse_yaml(mlflow.read_artifact(uri, first_run, "config.yaml"))
-    changed = trial.settings if trial.origins else {}
-    return from_tree(with_overrides(tree, changed), f"config.yaml of {trial.name}")
+    return parse_yaml(mlflow.read_artifact(uri, run_id, "config.yaml"))
 
 
 def race_text(uri: str, sweep: Sweep) -> str:

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sweep_cases import BASE, Run, config, log_run, log_sweep
@@ -123,6 +124,27 @@ def test_a_setting_that_became_none_has_no_value_of_before(uri: str) -> None:
     (trial,) = loading.load_sweep(uri, "rlx", "unset").trials
     assert trial.settings == {key: None, "train.actor_lr": config("x", {}).train.actor_lr}
     assert loading.run_config(uri, trial).algorithm.adaptive_kl_target is None
+
+
+def test_the_config_of_a_continued_trial_has_its_last_settings_as_they_were(uri: str) -> None:
+    """Lists, dicts and booleans, which are texts in MLflow."""
+    first: dict[str, Any] = {
+        "train.adam_betas": (0.9, 0.95),
+        "algorithm.whiten_advantages": True,
+        "reward.functions.numeric": 0.1,
+    }
+    after: dict[str, Any] = {
+        "train.adam_betas": (0.8, 0.99),
+        "algorithm.whiten_advantages": False,
+        "reward.functions.numeric": 0.2,
+    }
+    first["data.sources"], after["data.sources"] = (
+        [{"source": f"{name}.jsonl"}, {"source": "c.jsonl"}] for name in "ab"
+    )
+    attempt = Run(after, {1: 0.3}, tags={"rlx.from": "trial_1@0"})
+    log_sweep(uri, "typed", [Run(first, {0: 0.2}, attempts=(attempt,))], list(first))
+    (trial,) = loading.load_sweep(uri, "rlx", "typed").trials
+    assert loading.run_config(uri, trial) == config("typed.trial_0", after)
 
 
 def test_every_metric_is_read_over_all_attempts(uri: str) -> None:
