@@ -106,6 +106,21 @@ class Sequences(NamedTuple):
         return tokens._replace(packing=row)
 
 
+def sequence_lengths(prompts: Tensor, mask: Tensor, contexts: Tensor) -> Tensor:
+    """How many tokens each of `Sequences` has, `[B, C]` int64 by the number of its context; 0 where there is none.
+
+    Args:
+        prompts, mask, contexts: see `Sequences.of`.
+    """
+    columns, lengths = torch.arange(mask.shape[1], device=mask.device), []
+    for kind in range(int(contexts.max()) + 1):
+        of_kind = contexts == kind
+        end = ((columns + 1) * (of_kind & mask.bool())).amax(1)
+        begin = of_kind.int().argmax(1) if kind else -prompts
+        lengths.append((end - begin) * (end > 0))
+    return torch.stack(lengths, 1)
+
+
 class PolicyOutput(NamedTuple):
     """The scores of responses; every tensor is `[B, T]` float32 over response tokens, zero where padded.
 

@@ -8,6 +8,7 @@ It leaves out what the models compute (trainer) and the formulas (rlx.algorithms
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -22,7 +23,7 @@ from torch.nn.functional import pad
 from rlx.algorithms.dealing import choose_minibatches, deal
 from rlx.mesh import Mesh
 from rlx.models.packing import pack_row, same_prompts
-from rlx.models.policy import ResponseTokens, Sequences
+from rlx.models.policy import ResponseTokens, Sequences, sequence_lengths
 from rlx.types import Completion, ScoredCompletion
 
 B = TypeVar("B", bound="RolloutBatch")
@@ -257,7 +258,7 @@ def micro_batches(batch: B, count: int, packed: bool = False) -> list[B]:
     rows = _Rows.of(batch, packed)
     if len(rows.lengths) < count:
         raise ValueError(f"{len(rows.lengths)} completions do not fill {count} micro-batches")
-    budgets = range(len(rows.lengths) * max(rows.lengths))
+    budgets = range(sum(rows.contexts) * max(rows.lengths))
     least = bisect.bisect_left(budgets, True, key=lambda budget: len(rows.cut(budget)) <= count)
     index = torch.tensor(rows.order, device=batch.ids.device)
     parts = [batch.rows(index[part]) for part in rows.cut(least, count)]
@@ -270,18 +271,22 @@ class _Rows:
     """The completions of a batch in the order in which they are cut into micro-batches."""
 
     order: list[int]
-    lengths: list[int]  # tokens of each, its prompt included
+    lengths: list[int]  # tokens of each, its prompt included; of its longest context where they are padded
     saved: list[int] | None  # tokens that each shares with the one before it; None: padded to the longest
+    contexts: list[int]  # sequences that each has
 
     @classmethod
     def of(cls, batch: RolloutBatch, packed: bool) -> _Rows:
-        lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
+        lengths, contexts = (batch.prompt_lengths + batch.response_lengths).tolist(), [1] * len(batch.scores)
         if not packed:
+            if batch.contexts is not None:
+                each = sequence_lengths(batch.prompt_lengths, batch.mask, batch.contexts)
+                lengths, contexts = each.amax(1).tolist(), (each > 0).sum(1).tolist()
             order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-            return cls(order, [lengths[i] for i in order], None)
+            return cls(order, [lengths[i] for i in order], None, [contexts[i] for i in order])
         groups, prompts = batch.sharing.tolist(), batch.prompt_lengths.tolist()
         saved = [prompts[i] * (i > 0 and groups[i] == groups[i - 1]) for i in range(len(lengths))]
-        return cls(list(range(len(lengths))), lengths, saved)
+        return cls(list(range(len(lengths))), lengths, saved, contexts)
 
     def cut(self, budget: int, count: int = 1) -> list[slice]:
         """As few slices as the budget allows, but at least `count`."""
@@ -297,7 +302,8 @@ class _Rows:
     def _fitting(self, start: int, budget: int) -> int:
         """How many completions from `start` on fit into the budget."""
         if self.saved is None:
-            return budget // self.lengths[start]
+            sequences = itertools.accumulate(self.contexts[start:])
+            return sum(1 for _ in itertools.takewhile((budget // self.lengths[start]).__ge__, sequences))
         stop, tokens = start, 0
         while stop < len(self.lengths):
             tokens += self.lengths[stop] - (self.saved[stop] if stop > start else 0)

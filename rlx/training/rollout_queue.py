@@ -1,8 +1,8 @@
 """Rounds of generation, in the order of training, which begin up to `max_staleness` steps ahead of training.
 
 With `max_staleness` 0 a round begins when it is needed, and its chunks are handed out while later ones are generated.
-Complete rounds go into checkpoints, so that a resumed run trains on the same completions. rlx.rollout decides which
-engine generates what.
+Rounds that were waited for go into checkpoints, so that a resumed run trains on the same completions. rlx.rollout
+decides which engine generates what.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class QueuedRound:
     position: int  # of the prompt stream before this round's prompts
     chunks: list[PendingRollout]
     step: int  # steps trained before the one that trains on it
-    is_complete: bool = False  # all ranks are known to have all of their completions
+    is_complete: bool = False  # all ranks are known to have all of their completions: `wait` has asked
 
 
 def reports_logprobs(step: int, every: int) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlx.algorithms.advantages import AdvantageInputs, AdvantageSettings, estimate_advantages, gae, token_rewards
 from rlx.models import loading, packing
 from rlx.models.loading import load_policy
-from rlx.models.policy import ResponseTokens, Sequences
+from rlx.models.policy import ResponseTokens, Sequences, sequence_lengths
 from rlx.training import experience, loop, update
 from rlx.types import Completion, Episode, Observation, Prompt, ScoredCompletion, Turn
 
@@ -145,6 +145,21 @@ def test_sequences_of_episodes_without_a_break_are_those_of_responses() -> None:
     plain, own = batch.response_tokens(), cut.response_tokens(batch.mask, packed=False)
     assert torch.equal(plain.targets, own.targets) and torch.equal(plain.ids, own.ids)
     assert batch.sharing.tolist() == [0, 1, 2, 2, 3, 3, 4, 5, 6, 6, 7, 7, 8, 9, 10, 10]
+
+
+def test_padded_contexts_of_episodes_stay_within_the_budget() -> None:
+    prompt = Prompt(0, (7, 8), "question", "answer")
+    long = [episode(prompt, sample, [(30, 2), (1, 0)], sample, breaks=True) for sample in range(4)]
+    short = [episode(prompt, sample, [(1, 2), (9, 0)], sample, breaks=sample == 4) for sample in (4, 5)]
+    scored = [ScoredCompletion(each, 1.0, True, {}) for each in (*long, *short)]
+    batch = experience.build_batch(scored, PAD)
+    assert batch.contexts is not None
+    lengths = sequence_lengths(batch.prompt_lengths, batch.mask, batch.contexts)
+    assert lengths.tolist() == [[32, 3]] * 4 + [[3, 11], [14, 0]]
+    count = experience.micro_batch_count(batch, 128)
+    parts = experience.micro_batches(batch, count)
+    assert count == 3 and [part.positions for part in parts] == [128, 128, 42]
+    assert sum(len(part.scores) for part in parts) == 6
 
 
 WAYS: list[dict[str, Any]] = [
