@@ -61,7 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", metavar="DIR", help="folder for the files (default: analysis/SWEEP in the storage)")
     args = parser.parse_args(argv)
-    return exit_code(lambda: print_analysis(args))
+
+    def script() -> int:
+        try:
+            return print_analysis(args)
+        except Exception as error:  # the server or the database may go away while it is read
+            if type(error).__module__ != "mlflow.exceptions":  # which is slow to import
+                raise
+            raise ConfigError(f"MLflow does not answer any more: {mlflow.cause(error)}") from None
+
+    return exit_code(script)
 
 
 def print_analysis(args: argparse.Namespace) -> int:

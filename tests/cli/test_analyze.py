@@ -1,5 +1,8 @@
 """How the analysis refuses what it cannot read; tests/analysis has what it prints of sweeps."""
 
+import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +14,7 @@ from rlx.config.loading import from_tree
 from rlx.config.sections.records import TrackingConfig
 from rlx.storage.addresses import open_storage
 from rlx.storage.signatures import SIGNATURE, Signer
+from rlx.tracking.services import mlflow
 
 
 def test_an_analysis_makes_no_storage_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,6 +57,19 @@ def test_an_analysis_that_cannot_end_says_why_in_a_line(
     monkeypatch.setattr(analyze, "print_analysis", fail)
     assert analyze.main([]) == code
     assert capsys.readouterr() == ("", said)
+
+
+def test_a_database_that_breaks_while_it_is_read_is_told_of_in_a_line(
+    tmp_path: Path, empty_database: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(empty_database, tmp_path / "mlflow.db")
+    uri = mlflow.default_uri(tmp_path)
+    mlflow.client(uri).create_experiment("rlx")
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        database.execute("DROP TABLE runs")
+    assert analyze.main(["--storage", str(tmp_path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: MLflow does not answer any more: ") and "runs" in line
 
 
 def test_the_storage_that_is_there_has_the_database(tmp_path: Path) -> None:
