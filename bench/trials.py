@@ -40,7 +40,7 @@ _LEARNS: dict[str, Any] = {
     "eval.every": 2,  # by which ASHA compares
     "eval.num_prompts": 64,
 }
-_SLOWEST, _FACTOR = 1e-6, 1.6
+_SLOWEST, _FACTOR = 1e-5, 2.0
 """the lowest of the learning rates, and what the next one is times it"""
 
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.trials < 2:
             raise ConfigError(f"--trials {args.trials}: two at least")
         load, rates = os.getloadavg()[0], [_SLOWEST * _FACTOR**n for n in range(args.trials)]
-        random.Random(0).shuffle(rates)  # ascending, each trial is the best so far: ASHA would stop none
+        random.Random(0).shuffle(rates)  # else each trial learns faster than those before, and ASHA stops none
         with tempfile.TemporaryDirectory(prefix="rlx-trials-") as folder:
             halves = workload.gpu_shares(1) if config.scaling.use_gpu else {}
             here = {"storage": folder, "model.path": workload.model_folder(config)}
@@ -101,7 +101,7 @@ def swept(config: RunConfig, places: int, rates: Sequence[float], scheduler: str
     words = [] if on_gpus else ["--max-concurrent", str(places)]
     sweep.seconds_of(
         "ppo_sweep.py", "--config", str(settings), "--space", str(space), "--search", "grid", "--name", name,
-        "--scheduler", scheduler, *words, variables=variables(places if on_gpus else None),
+        "--scheduler", scheduler, "--metric", "eval/reward", *words, variables=variables(places if on_gpus else None),
     )  # fmt: skip
     storage = open_storage(config.storage)
     runs = [storage / "sweeps" / name / "runs" / f"trial_{number:05d}" for number in range(len(rates))]
