@@ -110,14 +110,22 @@ class Machine:
             os.killpg(each.process.pid, signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             each.process.wait(_GRACE_S)
-        for pid in processes_of(each.job.name):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _kill_all(each.job.name)
         each.process.wait()
         self.running.remove(each)
         self.free |= set(each.gpus)
         self.ended.add(each.job.name)
         self.say(f"{each.job.name} ends after {time.monotonic() - each.begun:.0f} s: {status}")
+
+
+def _kill_all(job: str) -> None:
+    """Ends all processes of a job at once, and returns when they are gone: the next one may need what they hold."""
+    deadline = time.monotonic() + _GRACE_S
+    while (left := processes_of(job)) and time.monotonic() < deadline:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_LOOK_S / 10)
 
 
 def processes_of(job: str) -> list[int]:
