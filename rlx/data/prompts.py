@@ -371,8 +371,8 @@ def _tokenize_block(batch: pa.Table, encoder: PromptEncoder, max_tokens: int, ke
         given = [chat or question for chat, question in zip(conversations, given, strict=True)]
         batch = batch.drop_columns(["messages"])
     if keeps_messages:
-        chats = [with_system(each, encoder.system_prompt) for each in given]
-        batch = batch.append_column(SCHEMA.field("messages"), pa.array(chats, SCHEMA.field("messages").type))
+        given = [with_system(each, encoder.system_prompt) for each in given]
+        batch = batch.append_column(SCHEMA.field("messages"), pa.array(given, SCHEMA.field("messages").type))
     token_ids = _joined(encoder(given))
     table = batch.append_column("token_ids", token_ids)
     return table.filter(pc.less_equal(pc.list_value_length(token_ids), max_tokens))
