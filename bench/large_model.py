@@ -30,7 +30,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 
-SHAPES = {"talker-30m": "qwen2-30m", "talker-7b": "qwen2-7b"}
+SHAPES = {"talker-30m": "qwen2-30m", "talker-0.5b": "qwen2-0.5b", "talker-7b": "qwen2-7b"}
 """models that are made here, and their shapes"""
 PEAK_BYTES = 4.8e12
 """a second from an H200's memory, NVIDIA's data sheet (an H100's has 3.35e12)"""

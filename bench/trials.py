@@ -4,8 +4,9 @@
 
 Each sweep is `experiments/ppo_sweep.py` with a grid of learning rates; with --gpu an engine and a worker have half of a
 GPU each, whatever else is given. It runs once for each number of places, GPUs of this machine (on a CPU trials at
-once), with each scheduler. The reward is one that random weights can learn. Times are those that MLflow has of the
-trials, so Ray's start is left out. Left out, too: what a sweep costs beside runs by hand (sweep.py).
+once), with each scheduler. The reward is the share of sevens (sevens.py), which random weights can raise; trials are
+compared by it in sampled answers, since greedy ones stay as they are for many steps. Times are those that MLflow has
+of the trials, so Ray's start is left out. Left out, too: what a sweep costs beside runs by hand (sweep.py).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import sweep
 import table
 import workload
+from large_model import with_model
 from recovery import gpu_memory
 from scaling import ranks
 
@@ -37,9 +39,13 @@ from rlx.tracking.services import mlflow
 _LEARNS: dict[str, Any] = {
     "reward.functions": {"sevens:share": 1.0},  # of this folder
     "rollout.max_tokens": 64,
-    "eval.every": 2,  # by which ASHA compares
+    "eval.every": 2,
     "eval.num_prompts": 64,
+    "eval.sets": [{"name": "sampled", "samples": 2}],
 }
+_METRIC = "eval/sampled/reward"
+"""by which ASHA compares"""
+_GPU = workload.GPU | _LEARNS | {"model.path": "talker-0.5b"}  # another random model hardly ever draws a seven
 _SLOWEST, _FACTOR = 1e-5, 2.0
 """the lowest of the learning rates, and what the next one is times it"""
 
@@ -53,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
     def script() -> int:
-        args, config = workload.read(options, argv, workload.CPU | _LEARNS, workload.GPU | _LEARNS)
+        args, config = workload.read(options, argv, workload.CPU | _LEARNS, _GPU)
+        config = with_model(config)
         gpus = workload.gpus() if config.scaling.use_gpu else None
         places = ranks("--places", args.places or ("1,2" if gpus is None else f"1,{gpus}" if gpus > 1 else "1"), gpus)
         if args.trials < 2:
@@ -101,7 +108,7 @@ def swept(config: RunConfig, places: int, rates: Sequence[float], scheduler: str
     words = [] if on_gpus else ["--max-concurrent", str(places)]
     sweep.seconds_of(
         "ppo_sweep.py", "--config", str(settings), "--space", str(space), "--search", "grid", "--name", name,
-        "--scheduler", scheduler, "--metric", "eval/reward", *words, variables=variables(places if on_gpus else None),
+        "--scheduler", scheduler, "--metric", _METRIC, *words, variables=variables(places if on_gpus else None),
     )  # fmt: skip
     storage = open_storage(config.storage)
     runs = [storage / "sweeps" / name / "runs" / f"trial_{number:05d}" for number in range(len(rates))]
