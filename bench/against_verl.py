@@ -226,6 +226,7 @@ def environment(folder: str | None) -> dict[str, str]:
     given = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("RAY_ADDRESS="))
     paths = [folder and os.path.abspath(folder), str(Path(__file__).parent), given.get("PYTHONPATH")]
     own = {"VERL_USE_EXTERNAL_MODULES": "verl_without_trl,verl_varlen", "PYTHONUNBUFFERED": "1"}
+    own["VERL_LOGGING_LEVEL"] = "WARNING"  # one of its notes with --ahead calls the logger wrongly, and would end it
     return given | own | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 

@@ -83,6 +83,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "packed": _PACKED | _TRITON,
     "packed, torch's head": _PACKED | _TORCH,
     "padded": _PADDED | _TORCH,  # Triton's head fails with padding
+    # Its fused heads read an output layer of its own as float32 and in parts, and fail, so it has to hold all logits.
+    "packed, liger, all logits": _PACKED | {"use_liger": True, "use_fused_kernels": False},
 }
 """settings of veRL's models that no setting of rlx decides, and that cost or gain it speed"""
 _WIDER = 2
