@@ -2,7 +2,7 @@
 
 A function checks one topic. RunConfig calls the functions in turn, so a rule may rely on all rules before it. The
 arguments `critic`, `reference` and `correction` are the settings with `auto` resolved. `warnings` has what works and is
-known to learn badly. Left out: the values that one setting takes (rlx.config.sections).
+known to learn badly, `idle` what does nothing. Left out: the values that one setting takes (rlx.config.sections).
 """
 
 from __future__ import annotations
@@ -318,6 +318,26 @@ def warnings(algorithm: AlgorithmConfig, model: ModelConfig, train: TrainConfig,
         f"algorithm.gae_lambda {algorithm.gae_lambda} with rollout.max_tokens {rollout.max_tokens}: while the critic "
         f"says 0, the first tokens of a response that long get {share:.1g} of its score, and most tokens of right "
         f"answers become less likely at first; set algorithm.gae_lambda to 1, or train.critic_warmup"
+    ]
+
+
+def idle(algorithm: AlgorithmConfig, train: TrainConfig) -> list[str]:
+    """Returns a line for each setting that was changed and does nothing with the others; a sweep may vary those."""
+    usual = AlgorithmConfig(advantage=algorithm.advantage, policy_loss=algorithm.policy_loss)
+    reasons: dict[str, tuple[bool, Sequence[str]]] = {
+        f"algorithm.advantage {algorithm.advantage}": (algorithm.advantage != "gae", ["gae_lambda"]),
+        "algorithm.policy_loss sapo": (algorithm.policy_loss == "sapo", ["clip_low", "clip_high"]),
+        "algorithm.kl_coef 0": (algorithm.kl_coef == 0, ["kl_placement"]),
+        "train.ppo_epochs 1 and train.num_minibatches 1": (
+            train.ppo_epochs * train.num_minibatches == 1,
+            ["target_kl"],
+        ),
+    }
+    return [
+        f"algorithm.{key} {getattr(algorithm, key)} does nothing with {reason}"
+        for reason, (holds, keys) in reasons.items()
+        for key in keys
+        if holds and getattr(algorithm, key) != getattr(usual, key)
     ]
 
 

@@ -134,9 +134,11 @@ def prepare(
         prompts.check_template(config.data.chat_template_args, chats, path, config.model.trust_remote_code)
     # Dumped as a whole: from here on every setting counts as given, so that a resume takes no other defaults.
     config = from_tree(with_overrides(config.model_dump(), lengths(config.data, config.rollout, path)))
+    lines = rules.idle(config.algorithm, config.train)
     if not config.checkpoint.init_from:  # its critic has learnt
-        for line in rules.warnings(config.algorithm, config.model, config.train, config.rollout):
-            _LOG.warning("warning: %s", line)
+        lines += rules.warnings(config.algorithm, config.model, config.train, config.rollout)
+    for line in lines:
+        _LOG.warning("warning: %s", line)
     return PreparedRun(config, path, resources, tables)
 
 

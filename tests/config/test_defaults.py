@@ -265,6 +265,36 @@ def test_the_warning_says_how_little_is_left_and_what_to_change() -> None:
     assert line.endswith("set algorithm.gae_lambda to 1, or train.critic_warmup")
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, []),
+        ({"gae_lambda": 0.9}, []),
+        ({"gae_lambda": 0.9, "advantage": "grpo"}, ["gae_lambda 0.9 does nothing with algorithm.advantage grpo"]),
+        ({"clip_low": 0.1}, []),
+        ({"policy_loss": "sapo"}, []),
+        (
+            {"policy_loss": "sapo", "clip_low": 0.1, "clip_high": 0.3},
+            [f"clip_{end} does nothing with algorithm.policy_loss sapo" for end in ("low 0.1", "high 0.3")],
+        ),
+        ({"kl_placement": "loss", "kl_coef": 0.1}, []),
+        ({"kl_placement": "loss", "kl_coef": 0.0}, ["kl_placement loss does nothing with algorithm.kl_coef 0"]),
+        ({"target_kl": 0.1}, []),
+    ],
+)
+def test_settings_that_do_nothing_are_named(given: dict[str, Any], said: list[str]) -> None:
+    config = built(**{f"algorithm__{key}": value for key, value in given.items()})
+    assert rules.idle(config.algorithm, config.train) == [f"algorithm.{line}" for line in said]
+
+
+def test_a_limit_of_the_kl_does_nothing_where_each_completion_is_seen_once_in_one_step() -> None:
+    once = built(algorithm__target_kl=0.1, train__ppo_epochs=1, train__num_minibatches=1)
+    (line,) = rules.idle(once.algorithm, once.train)
+    assert line == "algorithm.target_kl 0.1 does nothing with train.ppo_epochs 1 and train.num_minibatches 1"
+    twice = built(algorithm__target_kl=0.1, train__ppo_epochs=1, train__num_minibatches=2)
+    assert not rules.idle(twice.algorithm, twice.train)
+
+
 RECIPES = sorted(file for file in (EXPERIMENT_FILE.parents[2] / "experiments/configs").glob("*.yaml"))
 
 
@@ -273,6 +303,7 @@ def test_a_recipe_is_a_config_and_is_on_the_page_of_recipes(file: Path) -> None:
     config = from_tree(with_experiment(read_yaml(file)))
     assert f"`{file.name}`" in (file.parents[2] / "docs" / "recipes.md").read_text()
     assert config.train.actor_lr <= (2e-4 if config.model.path in OWN_MODELS else 1e-5)
+    assert not rules.idle(config.algorithm, config.train)
 
 
 @pytest.mark.parametrize(
