@@ -6,6 +6,7 @@ and addresses within options. Left out: keys that look like names, in a place th
 
 from __future__ import annotations
 
+import os
 import re
 import urllib.parse
 from itertools import pairwise
@@ -49,6 +50,8 @@ def _refuse_secret(address: str, info: pydantic.ValidationInfo) -> str:
 
 Address = Annotated[str, pydantic.AfterValidator(_refuse_secret)]
 """a setting that takes an address, though it may also be a folder or a name"""
+ModelAddress = Annotated[Address, pydantic.AfterValidator(os.path.expanduser)]
+"""a setting that takes the folder of a model, or its name on the hub"""
 
 
 def _refuse_key(name: str) -> str:

@@ -66,7 +66,7 @@ def parse_yaml(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with numbers as YAML 1.2 has them (010 is no octal number, 1:30 no seconds), and no key twice."""
+    """YAML with numbers as YAML 1.2 has them (010 is no octal number, 1:30 no seconds), no dates, and no key twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Refuses a key that is there twice: the first would be lost without a word."""
@@ -86,8 +86,9 @@ _NUMBERS = {
     r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$",
 }
 """PyYAML's own, without octal and sexagesimal ones"""
+_DATES = "tag:yaml.org,2002:timestamp"  # YAML 1.2 has none, and the JSON of a resume has them as text
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in found if tag not in _NUMBERS]
+    first: [(tag, pattern) for tag, pattern in found if tag not in (*_NUMBERS, _DATES)]
     for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 for _tag, _pattern in _NUMBERS.items():

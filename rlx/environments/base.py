@@ -7,13 +7,13 @@ Left out: where environments run (pool), and how their messages become tokens (r
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, cast
 
 from rlx.config.errors import ConfigError, nearest, one_line
+from rlx.rewards.custom import module_here
 from rlx.types import TaskRow, Utterance
 
 Said: TypeAlias = "str | Utterance | Sequence[Utterance]"
@@ -71,7 +71,7 @@ def load_environment(name: str) -> type[Any]:
             f"environment.name {name}: expected module:Class, or one of those that ship{nearest_of(name)}"
         )
     try:
-        module = importlib.import_module(path)
+        module = module_here(path)
     except Exception as error:
         raise ConfigError(f"environment.name {name}: {path} cannot be imported: {one_line(error, 300)}") from None
     found = getattr(module, attribute, None)
@@ -111,10 +111,11 @@ def has_steps(found: type[Any]) -> bool:
 
 
 def tool_methods(found: type[Any]) -> dict[str, Callable[..., Any]]:
-    """The tools of a class by name, in the order in which they are written."""
+    """The tools of a class by name, in the order in which they are written; class methods and wrapped ones are some."""
     names = [name for each in reversed(found.__mro__[:-1]) for name in vars(each)]
     public = [name for name in dict.fromkeys(names) if name[0] != "_" and name not in _OF_EPISODES]
-    return {name: method for name in public if inspect.isfunction(method := getattr(found, name))}
+    given = {name: getattr(found, name) for name in public}
+    return {name: each for name, each in given.items() if inspect.isroutine(each) and not inspect.isbuiltin(each)}
 
 
 def messages_of(said: Any, role: str = "user") -> tuple[Utterance, ...]:

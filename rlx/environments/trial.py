@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rlx.config.errors import ConfigError
+from rlx.config.errors import ConfigError, one_line
 from rlx.config.sections.rollout import EnvironmentConfig
 from rlx.rewards.child import ChildError, ChildProcess
 from rlx.types import Prompt, TaskRow
@@ -68,11 +68,27 @@ def _trial(settings: HostSettings) -> Callable[[TaskRow], tuple[str, bool]]:
     """Runs in the child process: what tries the environment on a row; gives why it fails, and whether it repeats."""
 
     def tried(row: TaskRow) -> tuple[str, bool]:
+        if why := _undescribed(settings.name):
+            return why, True
         one, other = (asyncio.run(_played(settings, row)) for _ in range(_EPISODES))
         failures = [reply.failure for reply in one if reply.failure]
         return (failures[0] if failures else ""), one == other
 
     return tried
+
+
+def _undescribed(name: str) -> str:
+    """Why a tool of an environment cannot be described to a model; empty if all can, or there are none."""
+    from rlx.environments.base import has_steps, load_environment
+    from rlx.environments.tools import schemas
+
+    found = load_environment(name)
+    try:
+        if not has_steps(found):
+            schemas(found)
+    except ValueError as error:
+        return one_line(error)
+    return ""
 
 
 async def _played(settings: HostSettings, row: TaskRow) -> list[Reply]:

@@ -8,19 +8,22 @@ settings alone. Intervals are over questions, or prompts: they say nothing of ot
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from rlx.analysis.statistics import Estimate, mean_interval
 from rlx.config.errors import ConfigError
-from rlx.config.loading import from_tree
-from rlx.config.sections.base import flatten
+from rlx.config.loading import from_tree, with_overrides
 from rlx.replay.branches import Branch
 from rlx.replay.comparing import step_completions
 from rlx.replay.recorded import RecordedRun
 from rlx.runs import run_folder
 from rlx.samples import evaluations
 from rlx.storage.filesystem import Storage
+
+_OWN = ("name", "storage", "tracking.completions")
+"""settings that a branch is given by rlx"""
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,13 @@ def pair_of(
         raise ConfigError(
             f"run {run.name} has no checkpoint of step {step}: there are {known}; --checkpoint.keep-every keeps more"
         )
+    if own := [key for key in changes if key in _OWN]:
+        raise ConfigError(f"--set {own[0]}: each branch has its own")
     if fixed := [key for key in changes if run_folder.is_fixed(key)]:
         raise ConfigError(f"{fixed[0]} cannot change within a run: start a new one with rlx train")
     control = Branch(run, start, step + steps, trust=trust)
     recorded = from_tree(control.tree())
-    same = flatten(recorded)
-    if unchanged := [key for key, value in changes.items() if key in same and same[key] == value]:
+    if unchanged := [key for key in changes if not _has_effect(key, control.tree(), changes)]:
         raise ConfigError(f"--set {unchanged[0]}={changes[unchanged[0]]}: that is its value in run {run.name}")
     longer = {"train.steps": control.until} if control.until > recorded.train.steps else {}
     if longer and recorded.train.lr_schedule != "constant":
@@ -70,6 +74,14 @@ def pair_of(
         Branch(run, start, control.until, longer, trust),
         Branch(run, start, control.until, {**longer, **changes}, trust),
     )
+
+
+def _has_effect(key: str, tree: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
+    """Whether a change makes other settings of a tree, as they are understood: 1e-6 is 0.000001."""
+    without = {other: value for other, value in changes.items() if other != key}
+    with suppress(ConfigError):
+        return from_tree(with_overrides(dict(tree), changes)) != from_tree(with_overrides(dict(tree), without))
+    return True
 
 
 def pair_names(runs: Storage, run: RecordedRun, step: int) -> tuple[str, str]:

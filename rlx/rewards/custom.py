@@ -71,12 +71,17 @@ def check_functions(config: RewardConfig) -> None:
             load_function(name)
 
 
-def _module(name: str, path: str) -> ModuleType:
+def module_here(path: str) -> ModuleType:
+    """Imports a module of a package, or of the working folder, which shadows no package."""
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # finds a file in the working folder; last, so that it shadows no package
+        sys.path.append(os.getcwd())
     importlib.invalidate_caches()
+    return importlib.import_module(path)
+
+
+def _module(name: str, path: str) -> ModuleType:
     try:
-        return importlib.import_module(path)
+        return module_here(path)
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if not f"{path}.".startswith(f"{missing}."):  # the module exists, and something in it fails

@@ -22,6 +22,7 @@ from rlx.analysis.comparison.evidence import known_spread
 from rlx.analysis.comparison.outcomes import Judged
 from rlx.analysis.comparison.power import ASSUMED, options
 from rlx.analysis.comparison.wording import plan_lines
+from rlx.analysis.ranges import natural_range
 from rlx.cluster.resources import cluster_nodes
 from rlx.config.errors import ConfigError
 from rlx.config.experiment import over_experiment
@@ -143,7 +144,8 @@ def prospects(plan: SweepPlan) -> list[str]:
     if not judged or (judged.quantity in ("reward", "length") and not spread):
         return lines  # what is assumed is of shares of right answers
     questions = own[0] if own else evaluation.num_prompts
-    lines += plan_lines(options(spread or ASSUMED, plan.seeds, questions), assumed=spread is None)
+    ends = natural_range(plan.metric)
+    lines += plan_lines(options(spread or ASSUMED, plan.seeds, questions), spread is None, ends.high - ends.low)
     return [*lines, f"at most {questions} questions: one that repeats counts once, and fewer show less"]
 
 

@@ -45,7 +45,10 @@ def load_space(path: str, tree: Mapping[str, Any]) -> Space:
     """
     space = _call_space(path)
     for key, domain in space.items():
-        _check(key, domain, path, tree)
+        _check_name(key, domain, path)
+    constants = {key: value for key, value in space.items() if _is_constant(value)}
+    for key, domain in space.items():
+        _check(key, domain, path, with_overrides(dict(tree), constants))
     return space
 
 
@@ -102,12 +105,20 @@ def write_space(space: Mapping[str, Any], name: str, folder: Path) -> Path:
     return folder / f"{name}.py"
 
 
-def _check(key: str, domain: Any, path: str, tree: Mapping[str, Any]) -> None:
+def _is_constant(domain: Any) -> bool:
+    """Whether an entry of a space is the one value that all trials have."""
+    return isinstance(domain, _PLAIN) and not (isinstance(domain, Mapping) and "grid_search" in domain)
+
+
+def _check_name(key: str, domain: Any, path: str) -> None:
     if key in sections() and isinstance(domain, Mapping):
         raise ConfigError(
             f"--space {path}: {key}: settings have dotted keys here, such as {key}.{next(iter(domain), '...')}"
         )
     check_key(key, path)
+
+
+def _check(key: str, domain: Any, path: str, tree: Mapping[str, Any]) -> None:
     if isinstance(domain, Function):
         raise ConfigError(f"--space {path}: {key}: tune.sample_from hides its values: use a range or choices")
     if not extremes(domain):

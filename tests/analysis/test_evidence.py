@@ -386,6 +386,8 @@ def test_a_plan_is_described_with_what_more_would_cost() -> None:
     first, more = plan_lines(options(ASSUMED, 3, 256), assumed=True)
     assert first.startswith("3 seeds and 256 questions can show a difference of 0.1 ")
     assert "5 seeds: 0.0" in more and "1.7 times the training" in more and "1024 questions: " in more
+    (few,) = plan_lines(options(ASSUMED, 2, 8)[:1], assumed=True, most=1)
+    assert few.startswith("2 seeds and 8 questions can show no difference in four of five sweeps (")
     alone = plan_lines(options(ASSUMED, 1, 256), assumed=True)[0]
     assert alone.startswith("1 seed and 256 questions show nothing of a setting")
 

@@ -602,10 +602,24 @@ def test_yaml_survives_a_round_trip_of_the_resolved_config(tmp_path: Path) -> No
 
 def test_exponents_that_yaml_reads_as_text_are_numbers(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text("train: {actor_lr: 1e-3}\ndata:\n  params: {p: 1e-3, word: e3, max_terms: 4}\n")
+    file.write_text(
+        "train: {actor_lr: 1e-3}\ndata:\n  params: {p: 1e-3, word: e3, max_terms: 4, ends: [1e-3, {deep: .5e2}]}\n"
+        "environment: {name: guess_number, params: {cost: 1e-2}}\nrollout: {engine_options: {swap_space: 1.e-2}}\n"
+    )
     config = from_tree(read_yaml(file))
     assert config.train.actor_lr == 0.001
-    assert config.data.params == {"p": 0.001, "word": "e3", "max_terms": 4}
+    assert config.data.params == {"p": 0.001, "word": "e3", "max_terms": 4, "ends": [0.001, {"deep": 50.0}]}
+    assert (config.environment.params, config.rollout.engine_options) == ({"cost": 0.01}, {"swap_space": 0.01})
+
+
+def test_a_date_is_text_at_the_start_as_after_a_resume() -> None:
+    assert parse_yaml("[2024-01-01, 2024-01-01 10:00:00]") == ["2024-01-01", "2024-01-01 10:00:00"]
+
+
+def test_the_folder_of_a_model_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = configured("--model.path", "~/own", "--model.critic-path", "~/judge")
+    assert (config.model.path, config.model.critic_path) == ("/home/me/own", "/home/me/judge")
 
 
 BOMB = "\n".join(["a0: &a0 [1]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 10))]).encode()

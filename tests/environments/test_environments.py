@@ -1,14 +1,17 @@
 """The environments that ship: what they say, what they reward, and that their best strategies reach the optimum."""
 
+import functools
 import json
 import statistics
+import sys
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlx.config.errors import ConfigError
-from rlx.environments.base import ENVIRONMENTS, load_environment, messages_of
+from rlx.environments.base import ENVIRONMENTS, load_environment, messages_of, tool_methods
 from rlx.environments.calculator import Calculator, number_in, number_text, value_of
 from rlx.environments.code_task import CodeTask
 from rlx.environments.games.guess_number import GuessNumber
@@ -44,9 +47,39 @@ class NoScore:
         return ""
 
 
+class Wrapped(NoTools):
+    limit = max  # of Python's, and so no method of this class
+
+    @classmethod
+    def kind(cls) -> str:
+        """Says what it is."""
+        return cls.__name__
+
+    @functools.cache  # noqa: B019 - as a user may write it
+    def once(self) -> str:
+        """Looks once."""
+        return "seen"
+
+    @property
+    def size(self) -> int:
+        return 1
+
+
 class NoReset:
     def step(self, action: str) -> tuple[str, float, bool]:
         return "", 0.0, True
+
+
+def test_class_methods_and_wrapped_methods_are_tools() -> None:
+    assert list(tool_methods(Wrapped)) == ["kind", "once"]
+    assert [tool["function"]["name"] for tool in schemas(Wrapped)] == ["kind", "once"]
+
+
+def test_a_class_of_the_working_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shop_here.py").write_text("class Shop:\n    reset = step = lambda self, *given: None\n")
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])  # as for an installed command
+    monkeypatch.chdir(tmp_path)
+    assert load_environment("shop_here:Shop").__name__ == "Shop"
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,26 @@ def test_an_environment_that_fails_is_refused_before_the_run(params: dict[str, o
     assert "\n" not in str(raised.value) and "test_trial:Bad" in str(raised.value)
 
 
+class Unhinted:
+    """Its tool says nothing of the type of its parameter."""
+
+    def price(self, name) -> int:  # type: ignore[no-untyped-def]
+        """The price of a thing.
+
+        Args:
+            name: of the thing.
+        """
+        return 1
+
+    def score(self, answer: str) -> float:
+        return 1.0
+
+
+def test_a_tool_that_cannot_be_described_is_refused_before_the_run() -> None:
+    with pytest.raises(ConfigError, match=r"test_trial:Unhinted: the tool price: .*name is missing a type hint"):
+        try_environment(EnvironmentConfig(name="test_trial:Unhinted"), PROMPTS)
+
+
 def test_one_that_is_not_deterministic_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "rlx"):
         try_environment(EnvironmentConfig(name="calculator"), PROMPTS)

@@ -44,6 +44,10 @@ def test_a_run_whose_learning_rate_follows_its_length_is_not_made_longer(tmp_pat
         (10, 5, {"seed": 1}, "seed cannot change within a run"),
         (10, 5, {"model.lora_rank": 8}, "model.lora_rank cannot change within a run"),
         (10, 5, {"algorithm.clip_high": 0.2}, "--set algorithm.clip_high=0.2: that is its value in run a"),
+        (10, 5, {"algorithm.clip_high": "2e-1"}, "--set algorithm.clip_high=2e-1: that is its value in run a"),
+        (10, 5, {"algorithm.clip_high": 0.3, "rollout.stop": []}, "--set rollout.stop=[]: that is its value in run a"),
+        (10, 5, {"name": "x"}, "--set name: each branch has its own"),
+        (10, 5, {"tracking.completions": 0.5}, "--set tracking.completions: each branch has its own"),
     ],
 )
 def test_pairs_that_cannot_be(step: int, steps: int, changes: dict[str, Any], line: str, tmp_path: Path) -> None:

@@ -57,6 +57,13 @@ def test_a_space_is_read(tmp_path: Path) -> None:
     assert list(load_space(path, {})) == ["train.ppo_epochs", "train.actor_lr"]
 
 
+def test_the_values_of_a_space_that_all_trials_have_count_for_the_others(tmp_path: Path) -> None:
+    space = "{'algorithm.advantage': tune.choice(['gae', 'grpo']), 'train.samples_per_prompt': 4}"
+    assert len(load_space(space_file(tmp_path, space), {"train": {"samples_per_prompt": 1}})) == 2
+    with pytest.raises(ConfigError, match=r"train\.samples_per_prompt is 1, at least 2 are needed"):
+        load_space(space_file(tmp_path, space.replace(": 4", ": 1")), {"train": {"samples_per_prompt": 8}})
+
+
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.py")), ids=lambda path: path.stem)
 def test_a_shipped_space_fits_its_search(path: Path) -> None:
     space = load_space(str(path), {})

@@ -53,19 +53,27 @@ def interval_text(pair: PairedGap) -> str:
     return f"{as_text(pair.gap.value, 2)} (95 %: {as_text(low, 2)} to {as_text(high, 2)}; paired by {by})"
 
 
-def plan_lines(plans: Sequence[Option], assumed: bool) -> list[str]:
-    """What a plan can show, and what more of it would show and cost."""
+def plan_lines(plans: Sequence[Option], assumed: bool, most: float = math.inf) -> list[str]:
+    """What a plan can show, and what more of it would show and cost.
+
+    Args:
+        most: the largest difference that the metric can have.
+    """
     plan, *others = plans
     size = f"{plan.seeds} seed{'s' if plan.seeds > 1 else ''} and {plan.questions} questions"
     source = "an assumption until a sweep has told" if assumed else "as settings of the newest sweep differ"
     if math.isinf(plan.shows):
         first = f"{size} show nothing of a setting, only of its one run ({source})"
+    elif plan.shows >= most:
+        first = f"{size} can show no difference in four of five sweeps ({source})"
     else:
         first = f"{size} can show a difference of {as_text(plan.shows, 2)} in four of five sweeps ({source})"
     more = "; ".join(
-        f"{_size(plan, each)}: {as_text(each.shows, 2)}, {_cost(each)}" for each in others if each.seeds > 1
+        f"{_size(plan, each)}: {as_text(each.shows, 2)}, {_cost(each)}"
+        for each in others
+        if each.seeds > 1 and each.shows < most
     )
-    return [first, more]
+    return [first, more] if more else [first]
 
 
 def _size(plan: Option, other: Option) -> str:

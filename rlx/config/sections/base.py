@@ -61,7 +61,21 @@ def _check_names(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-Arguments = Annotated[dict[str, Any], pydantic.AfterValidator(_check_names)]
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+
+
+def _with_exponents(value: Any) -> Any:
+    """A value with numbers in the place of texts such as 1e-3, at any depth: YAML 1.1 reads and writes them as text."""
+    if isinstance(value, dict):
+        return {key: _with_exponents(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_with_exponents, value))
+    return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
+
+
+Params = Annotated[dict[str, Any], pydantic.AfterValidator(_with_exponents)]
+"""settings of something that is not rlx's, by name"""
+Arguments = Annotated[Params, pydantic.AfterValidator(_check_names)]
 """arguments of a function of another library, by name"""
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]

@@ -11,7 +11,7 @@ import pydantic
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlx.config.addresses import Address
-from rlx.config.sections.base import Arguments, Fraction, Pattern, Section
+from rlx.config.sections.base import Arguments, Fraction, Params, Pattern, Section
 from rlx.config.sections.reward import RewardConfig
 from rlx.config.sweep import metric_name
 
@@ -19,7 +19,6 @@ GENERATED = "reasoning_gym:"
 """prefix of a data.source that generates prompts instead of reading a file"""
 DEFAULT_SOURCE = f"{GENERATED}chain_sum"
 _DEFAULT_PARAMS = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
-_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 reads 1e-3 as text
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 TEMPLATE_OWN = (
     "messages",
@@ -66,7 +65,7 @@ class PromptSettings(Section):
     """which of reward.functions score these prompts, with their weights; unset: reward.functions"""
     answer_pattern: Pattern | None = None
     """as reward.answer_pattern"""
-    params: dict[str, Any] | None = None
+    params: Params | None = None
     num_prompts: PositiveInt | None = None
     seed: NonNegativeInt | None = None
     prompt_column: str | None = None
@@ -130,7 +129,7 @@ class DataConfig(Section):
     sources: tuple[SourceConfig, ...] = ()
     """several sources instead of data.source, mixed by weight, e.g. [{source: "prompts.jsonl", weight: 2},
     {source: "reasoning_gym:chain_sum", reward: {task: 1}}]; see docs/data.md"""
-    params: dict[str, Any] = Field(default_factory=lambda data: dict(_DEFAULT_PARAMS) if _is_default(data) else {})
+    params: Params = Field(default_factory=lambda data: dict(_DEFAULT_PARAMS) if _is_default(data) else {})
     """parameters of the reasoning-gym dataset, e.g. --data.params.max_digits 3; with data.sources of those that have
     none of their own, if there are any"""
     num_prompts: PositiveInt = 4096
@@ -198,11 +197,6 @@ class DataConfig(Section):
     def _leave_default_out(cls, params: dict[str, Any], info: pydantic.ValidationInfo) -> dict[str, Any]:
         """Earlier versions wrote the default of data.source into configs with data.sources, which did not read it."""
         return {} if info.data.get("sources") and params == _DEFAULT_PARAMS else params
-
-    @pydantic.field_validator("params")
-    @classmethod
-    def _parse_exponents(cls, params: dict[str, Any]) -> dict[str, Any]:
-        return {key: float(v) if isinstance(v, str) and _EXPONENT.fullmatch(v) else v for key, v in params.items()}
 
     @pydantic.field_validator("curriculum_range")
     @classmethod
