@@ -53,6 +53,7 @@ class Group:
     mean: float  # NaN without values
     half_width: float  # of the 95 % interval of the mean; NaN for fewer than two values
     num_questions: int | None  # each value is a share of correct answers to this number; None for other metrics
+    step: float = 0.0  # what the values are rounded to, as far as the sweep shows it
     chosen_from: int = 1  # so many settings, of which it was the best: the reason why it is compared
 
     @property
@@ -77,9 +78,14 @@ def mean_interval(values: Sequence[float], num_questions: int | None = None, ste
     count = len(values)
     if count < 2:
         return Estimate(float(np.mean(values)) if count else math.nan, math.nan)
-    mean, spread = float(np.mean(values)), max(float(np.std(values, ddof=1)), step / math.sqrt(12))
+    mean, spread = float(np.mean(values)), _spread(values, step)
     half_width = _t_quantile(count - 1) * spread / math.sqrt(count)
     return Estimate(mean, max(half_width, wilson_half_width(mean, num_questions)))
+
+
+def _spread(values: Sequence[float], step: float) -> float:
+    """The standard deviation of values that are rounded to a step: at least that of the rounding."""
+    return max(float(np.std(values, ddof=1)), step / math.sqrt(12))
 
 
 def share_of_look(looks: int) -> float:
@@ -104,12 +110,13 @@ def wilson_half_width(share: float, num_questions: int | None) -> float:
 def difference(first: Group, second: Group) -> Estimate:
     """The mean of the first group minus that of the second, with its 95 % interval for unequal variances (Welch, 1947).
 
-    The half width is NaN if a group has fewer than two values. For accuracies it is at least `wilson_half_width`.
+    The half width is NaN if a group has fewer than two values. For accuracies it is at least `wilson_half_width`, and
+    the deviation of each group is at least that of rounding, as in `mean_interval`.
     """
     gap, pair = first.mean - second.mean, (first, second)
     if min(len(group.values) for group in pair) < 2:
         return Estimate(gap, math.nan)
-    variances = [float(np.var(group.values, ddof=1)) / len(group.values) for group in pair]
+    variances = [_spread(group.values, group.step) ** 2 / len(group.values) for group in pair]
     least = math.hypot(*(wilson_half_width(group.mean, group.num_questions) for group in pair))
     if not sum(variances):
         return Estimate(gap, least)
@@ -224,6 +231,7 @@ def _group(
         mean=estimate.value,
         half_width=estimate.half_width,
         num_questions=num_questions,
+        step=step,
     )
 
 

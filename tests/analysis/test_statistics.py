@@ -143,13 +143,19 @@ def test_the_difference_is_that_of_welch() -> None:
     )
 
 
-def test_equal_runs_have_no_spread_and_one_run_no_interval() -> None:
+def test_equal_runs_differ_as_far_as_rounding_tells_and_one_run_has_no_interval() -> None:
+    """Values are 1 apart, so each group has a variance of 1/12, and the difference of two runs each 1/12 as well."""
     both = sweep(*(trial(i, setting(i // 2, i), {9: float(i // 2)}) for i in range(5)))
     two, one, zero = group_trials(both)
-    assert difference(one, zero) == (1.0, 0.0)
-    assert difference_sentence(one, zero).endswith("more than chance.")
+    assert difference(one, zero) == pytest.approx((1.0, 4.302653 / 12**0.5))  # t of 2 degrees of freedom
+    assert difference_sentence(one, zero).endswith("which may be chance.")
     assert math.isnan(difference(two, one)[1])
     assert difference_sentence(two, one) == "The means differ by 1; there is no interval without two runs of each."
+
+
+def test_runs_of_a_sweep_that_all_end_alike_differ_by_nothing() -> None:
+    first, second = group_trials(sweep(*(trial(i, setting(i // 2, i), {9: 0.5}) for i in range(4))))
+    assert difference(first, second) == (0.0, 0.0)
 
 
 def test_runs_that_are_equal_are_known_to_the_resolution_of_the_sweep() -> None:
