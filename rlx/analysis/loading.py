@@ -12,6 +12,7 @@ import re
 import sys
 import typing
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +101,7 @@ class Sweep:
     trials: tuple[Trial, ...]
     options: dict[str, str] = field(default_factory=dict)  # space, search, scheduler, seeds, trials, steps, if recorded
     num_questions: int | None = None  # held-out questions of an evaluation, equal in all trials; None if not recorded
+    of_sources: Mapping[str, int] = field(default_factory=dict)  # of these those of each of data.sources, by its name
     experiment_id: str = ""  # of MLflow
     planned: Mapping[str, float] = field(default_factory=dict)  # its cost at most, and the GPUs of a run; if recorded
     rungs: tuple[int, ...] = ()  # the steps at which the scheduler judged trials, if it says so beforehand
@@ -117,7 +119,9 @@ class Sweep:
         return 1 + sum(rung < step for rung in self.rungs) + added
 
     def num_questions_of(self, metric: str) -> int | None:
-        """The number of held-out questions, if the metric is the share of correct answers to them; otherwise None."""
+        """The number of held-out questions, all or those of a source, if the metric is the share of right answers."""
+        if metric.startswith(("eval/accuracy/", "eval/ema/accuracy/")):
+            return self.of_sources.get(metric.rpartition("/")[2])
         return self.num_questions if metric.startswith("eval/") and metric.endswith("/accuracy") else None
 
 
@@ -161,14 +165,16 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
     asked = mlflow.history(uri, attempts[0][0].id, "eval/questions")
     num_questions = asked[-1].value if asked else first_params.get("eval.num_prompts")  # of before it was measured
     varied = tuple(map(str, _tag(parent, "rlx.space", [])))
+    trials = tuple(_trial(uri, parent.name, runs, varied, loaded) for runs in attempts)
     return Sweep(
         name=parent.name,
         run_id=parent.id,
         varied=varied,
         metrics=loaded,
-        trials=tuple(_trial(uri, parent.name, runs, varied, loaded) for runs in attempts),
+        trials=trials,
         options=_options(parent, first_params.get("train.steps")),
         num_questions=None if num_questions is None else int(num_questions),
+        of_sources=_of_sources(uri, trials[0], num_questions) if first_params.get("data.sources", "()") != "()" else {},
         experiment_id=parent.experiment_id,
         planned=_tag(parent, "rlx.planned", {}),
         rungs=tuple(_tag(parent, "rlx.rungs", [])),
@@ -205,8 +211,7 @@ def check_logged(uri: str, sweep: Sweep, metric: str) -> None:
 def samples(uri: str, trial: Trial) -> pd.DataFrame:
     """The newest answers of a trial to held-out prompts, with `SAMPLE_COLUMNS`; empty if it has none."""
     for run_id in reversed(trial.run_ids):
-        tables = mlflow.artifact_names(uri, run_id, "samples")
-        if tables:
+        if tables := mlflow.artifact_names(uri, run_id, "samples"):
             newest = json.loads(mlflow.read_artifact(uri, run_id, tables[-1]))
             return pd.DataFrame(**newest)[list(SAMPLE_COLUMNS)]
     return pd.DataFrame(columns=list(SAMPLE_COLUMNS))
@@ -215,8 +220,7 @@ def samples(uri: str, trial: Trial) -> pd.DataFrame:
 def every_metric(uri: str, trial: Trial) -> pd.DataFrame:
     """Everything that a trial logged: a row per step, a column per metric, NaN where it was not logged."""
     attempts = [mlflow.get_run(uri, run_id) for run_id in trial.run_ids]
-    logged = {metric for run in attempts for metric in run.metrics}
-    return _joined_history(uri, attempts, sorted(logged))
+    return _joined_history(uri, attempts, sorted({metric for run in attempts for metric in run.metrics}))
 
 
 def run_config(uri: str, trial: Trial) -> RunConfig:
@@ -230,6 +234,14 @@ def run_config(uri: str, trial: Trial) -> RunConfig:
         now = flatten(from_tree(_logged_config(uri, trial, trial.run_ids[-1]), f"config.yaml of {trial.name}"))
         tree = with_overrides(tree, {key: setting_at(now, key) for key in trial.settings})
     return from_tree(tree, f"config.yaml of {trial.name}")
+
+
+def _of_sources(uri: str, trial: Trial, most: float | str | None) -> dict[str, int]:
+    """How many held-out questions each of data.sources has at most; empty if the settings cannot be read any more."""
+    with suppress(ConfigError):
+        config = run_config(uri, trial)
+        return {key: min(n, int(most or n)) for key, n in config.eval.questions_of_sources(config.data).items()}
+    return {}
 
 
 def _logged_config(uri: str, trial: Trial, run_id: str) -> Any:

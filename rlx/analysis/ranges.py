@@ -21,6 +21,8 @@ _MARGIN = 0.04  # of an axis beyond what it shows, so that a mark at its end is 
 _NEAR = 2  # times as far from the points as these are from each other, an interval's end is still shown
 _SHARES = ("accuracy", "_fraction")
 _COUNTED = re.compile(r"/(avg|pass|maj)_at_\d+$")  # shares of eval.sets
+_OF_SOURCE = re.compile(r"(?:(?:eval|eval/ema|task)/(accuracy|reward)|source/(?:fraction|generated))/[^/]+")
+"""metrics of one of data.sources, which may have any name"""
 _LENGTHS = ("/length", "/length_mean", "/length_min", "/length_max")
 _NOT_NEGATIVE = ("/std", "_se", *_LENGTHS, "/grad_norm", "/lr", "/entropy", "/ratio", "/weight_max", "/max_abs")
 _AMOUNTS = ("time/", "tokens/", "memory/", "system/", "staleness/")
@@ -46,6 +48,8 @@ def natural_range(metric: str) -> Range:
     name = metric.removeprefix(BEST)
     if name.startswith("reward/") and name != "reward/std":  # whatever a reward function returns, under any name
         return Range()
+    if of_source := _OF_SOURCE.fullmatch(name):
+        return Range() if of_source[1] == "reward" else Range(0, 1)
     if name.endswith(_SHARES) or _COUNTED.search(name):
         return Range(0, 1)
     if name.startswith(_AMOUNTS) or name.endswith(_NOT_NEGATIVE):

@@ -106,6 +106,23 @@ def test_only_held_out_accuracies_have_a_number_of_questions(sweep: loading.Swee
     assert [sweep.num_questions_of(metric) for metric in metrics] == [256, 256, None, None]
 
 
+def test_the_accuracy_of_a_source_has_the_questions_of_the_source(tmp_path: Path, empty_database: Path) -> None:
+    """Two sources share seven questions: four are of the first, three of the second.
+
+    Only two were different ones when that was counted, so no source has more.
+    """
+    shutil.copy(empty_database, tmp_path)
+    uri, metric = mlflow.default_uri(tmp_path), "eval/accuracy/accuracy"  # a source may be called so
+    sources = [{"source": "a.csv", "name": "accuracy"}, {"source": "b.csv", "name": "web"}]
+    log_sweep(uri, "two", [Run({"data.sources": sources, "eval.num_prompts": 7}, {0: 0.1})], [])
+    read = loading.load_sweep(uri, "rlx", "two", [metric])
+    names = ("eval/accuracy", metric, "eval/accuracy/web", "eval/ema/accuracy/web", "eval/accuracy/other")
+    assert [read.num_questions_of(name) for name in names] == [7, 4, 3, 3, None]
+    assert read.num_questions_of("eval/reward/web") is None
+    mlflow.client(uri).log_metric(read.trials[0].run_ids[0], "eval/questions", 2.0)
+    assert loading.load_sweep(uri, "rlx", "two").num_questions_of("eval/accuracy/web") == 2
+
+
 def test_a_continued_trial_has_one_history_and_its_last_settings(uri: str) -> None:
     trial, other = loading.load_sweep(uri, "rlx", "cloned").trials
     assert trial.curve("eval/accuracy").to_dict() == {0: 0.2, 2: 0.3, 3: 0.5, 4: 0.6, 5: 0.8, 6: 0.9}

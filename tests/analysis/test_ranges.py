@@ -17,6 +17,12 @@ ACCURACY = "eval/accuracy"
         ("best/eval/ema/accuracy", (0, 1)),
         ("policy/clip_fraction", (0, 1)),
         ("best/eval/aime/avg_at_16", (0, 1)),
+        ("eval/accuracy/web", (0, 1)),
+        ("best/eval/accuracy/a_se", (0, 1)),  # a source has any name
+        ("eval/ema/accuracy/web", (0, 1)),
+        ("task/accuracy/web", (0, 1)),
+        ("source/fraction/web", (0, 1)),
+        ("eval/reward/accuracy", (-math.inf, math.inf)),
         ("eval/aime/pass_at_4_se", (0, math.inf)),
         ("eval/aime/reward", (-math.inf, math.inf)),
         ("response/length_mean", (0, math.inf)),

@@ -315,6 +315,10 @@ class EvalConfig(Section):
         own = {"num_prompts": max(1, share + (number < more)), "source": data.sources[number].held_out}
         return self.model_copy(update=own)
 
+    def questions_of_sources(self, data: DataConfig) -> dict[str, int]:
+        """How many held-out prompts each of data.sources has at most, by its name."""
+        return {label: self.part(data, number).num_prompts for number, label in enumerate(data.labels)}
+
     def of(self, eval_set: EvalSetConfig) -> EvalConfig:
         """The settings for one of its sets."""
         own = eval_set.model_dump(include={"every", "num_prompts", "seed"}, exclude_none=True)
