@@ -63,12 +63,20 @@ def test_a_budget_that_pays_for_nothing_is_refused() -> None:
 
 def test_what_was_spent_is_what_the_runs_did() -> None:
     """Two runs of 4 and 2 steps, 400 and 200 tokens, 10 and 11 seconds."""
-    several = sweep(trial(0, {LR: 1.0}, {2: 0.5, 4: 0.6}), trial(1, {LR: 2.0}, {2: 0.1}))
+    several = sweep(trial(0, {LR: 1.0}, {0: 0.4, 2: 0.5, 4: 0.6}), trial(1, {LR: 2.0}, {0: 0.4, 2: 0.1}))
     cost = spent(several, gpus=2)
     assert cost == (6, 600, pytest.approx(42))
     assert spent_line(cost, Cost(8, 1e6, math.nan)) == (
         "spent 6 steps, 600 tokens, 0.0117 GPU-hours; planned at most 8 steps, 1 M tokens: 75% of its steps"
     )
+
+
+def test_a_branch_has_not_spent_what_its_parent_did() -> None:
+    """It begins with the row of step 30: 3000 tokens so far, and as every row 4 seconds, which were the parent's."""
+    branch = trial(2, {LR: 1.0}, {30: 0.5, 40: 0.6, 50: 0.7})
+    assert spent(sweep(branch), gpus=2) == (20, 2000, pytest.approx(16))
+    begun = trial(2, {LR: 1.0}, {30: 0.5})
+    assert spent(sweep(branch, begun), gpus=2) == (20, 2000, pytest.approx(16))
 
 
 def test_settings_that_nobody_beats_are_marked() -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from rlx.analysis.style import as_text
 from rlx.config.errors import ConfigError
 
 if TYPE_CHECKING:  # slow to import, and the options of a sweep are read at once
-    from rlx.analysis.loading import Sweep
+    from rlx.analysis.loading import Sweep, Trial
 
 _UNITS = {"steps": 1.0, "tokens": 1.0, "gpu-s": 1.0, "gpu-min": 60.0, "gpu-h": 3600.0}
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
@@ -95,10 +96,17 @@ def run_cost(steps: int, answers: int, max_tokens: int, gpus: float, step_second
 
 def spent(sweep: Sweep, gpus: float) -> Cost:
     """What the runs of a sweep have cost, each of which used so many GPUs."""
-    tokens = [trial.history["tokens/total"].max() for trial in sweep.trials]
-    seconds = [trial.seconds for trial in sweep.trials]
-    steps = sum(max(trial.history.index, default=0) for trial in sweep.trials)  # also those that count for nothing
-    return Cost(steps, _sum(tokens), gpus * _sum(seconds))
+    each = [_spent_by(trial) for trial in sweep.trials]  # also those that count for nothing
+    steps, tokens, seconds = ([*column] for column in zip(*each, strict=True))
+    return Cost(_sum(steps), _sum(tokens), gpus * _sum(seconds))
+
+
+def _spent_by(trial: Trial) -> tuple[float, float, float]:
+    """The steps, tokens and seconds of a trial. A branch begins with the row of the step that it goes on from, which
+    its parent has paid for."""
+    start, tokens = int(min(trial.history.index, default=0)), trial.history["tokens/total"]
+    own = replace(trial, history=trial.history[trial.history.index > start]) if start else trial
+    return max(trial.history.index, default=0) - start, tokens.max() - (tokens.min() if start else 0.0), own.seconds
 
 
 def cost_line(sweep: Sweep) -> str:
