@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from rlx.cluster.resources import cluster_nodes
 from rlx.config.errors import ConfigError
 from rlx.config.experiment import over_experiment
 from rlx.config.loading import from_tree, with_overrides
+from rlx.config.run import RunConfig
+from rlx.config.sections.algorithm import AlgorithmConfig
 from rlx.config.sections.base import flatten
 from rlx.config.sweep import DEFAULT_METRIC, OF_THE_MACHINE
 from rlx.runs import run_folder
@@ -51,6 +54,7 @@ from rlx.sweeps.room import concurrency, total_trials
 from rlx.sweeps.schedulers.schedule import Schedule
 from rlx.sweeps.space import Space, check_resources, complete_settings, load_space, values_of
 from rlx.sweeps.trainable import attempt_number, forgive, newest_attempt
+from rlx.tracking.base import MetricPoint
 from rlx.tracking.services import mlflow
 from rlx.tracking.tracker import OutboxTracker
 
@@ -58,6 +62,8 @@ _SPACE_FILE = "space.py"
 _PATIENCE_S = 10.0  # longest wait for the tracking service
 _SIZES = ("train.prompts_per_step", "train.samples_per_prompt", "rollout.max_tokens")
 """settings whose product is the most tokens of a step"""
+_ROUNDS = ("algorithm.advantage", "algorithm.filter_groups", "algorithm.filter_rounds")
+"""settings that add answers to those that a step trains on"""
 _TIMED_BY = ("model.path", *_SIZES)
 """settings on which the duration of a step and the length of its answers depend most"""
 
@@ -111,25 +117,53 @@ def planned_cost(plan: SweepPlan, space: Space) -> Cost:
 
     Each trial counts as one with the largest numbers of the space; a step takes so much longer as it has more tokens.
     """
-    own = {key: flatten(plan.config)[key] for key in _SIZES}
-    prompts, samples, tokens = most = [max(map(int, values_of(space, key, value))) for key, value in own.items()]
-    longer = max(1.0, math.prod(most) / math.prod(own.values()))
-    seconds = longer * _newest_step(plan) if plan.gpus else math.nan
-    run = run_cost(plan.config.train.steps, prompts * samples, tokens, plan.gpus, seconds)
+    config, start = plan.config, run_folder.first_step(plan.config)
+    steps = config.train.steps - start
+    own = {key: flatten(config)[key] for key in _SIZES}
+    prompts, samples, tokens = (max(map(int, values_of(space, key, value))) for key, value in own.items())
+    answers = prompts * max(each.most_completions(samples) for each in _algorithms(plan, space))
+    least = config.train.prompts_per_step * config.algorithm.most_completions(config.train.samples_per_prompt)
+    longer = max(1.0, tokens / config.rollout.max_tokens)
+    step, evaluation = _newest_times(plan) if plan.gpus else (math.nan, math.nan)
+    pauses = longer * evaluation * _evaluations(config, start) / steps
+    run = run_cost(steps, answers, tokens, plan.gpus, longer * max(1.0, answers / least) * step + pauses)
     return run.times(plan.trials * (plan.max_seeds or plan.seeds))
 
 
-def _newest_step(plan: SweepPlan) -> float:
+def _algorithms(plan: SweepPlan, space: Space) -> list[AlgorithmConfig]:
+    """Returns the settings of the algorithm that trials may have, as far as they change how many answers a step has."""
+    varied = {key: values_of(space, key, None) for key in _ROUNDS if key in space}
+    trees = [with_overrides(plan.tree, dict(zip(varied, each, strict=True))) for each in product(*varied.values())]
+    return [AlgorithmConfig.model_validate(tree.get("algorithm", {})) for tree in trees]
+
+
+def _evaluations(config: RunConfig, start: int) -> int:
+    """Returns how often a run that goes on from a step evaluates: also before the first step, and after the last."""
+    every = {config.eval.every, *(config.eval.of(each).every for each in config.eval.sets)} - {0}
+    due = (step for step in range(start + 1, config.train.steps) if any(step % each == 0 for each in every))
+    return (start == 0) + sum(1 for _ in due) + 1
+
+
+def _newest_times(plan: SweepPlan) -> tuple[float, float]:
     """Returns how long the last step of the newest run of the same experiment with the same model and batch took,
-    without the pause for the checkpoint; NaN if there is none."""
+    without the pauses for its checkpoint and its evaluation, and how long the last evaluation; NaN without a run."""
     same = {key: str(value) for key, value in flatten(plan.config).items() if key in _TIMED_BY}
     try:
         experiment = mlflow.find_experiment(plan.tracking_uri, plan.config.tracking.experiment)
         runs = mlflow.find_runs(plan.tracking_uri, experiment)
     except ConfigError:  # nothing was recorded yet
-        return math.nan
-    found = [run.metrics for run in runs if "time/step" in run.metrics and same.items() <= run.params.items()]
-    return found[-1]["time/step"] - found[-1].get("time/checkpoint", 0.0) if found else math.nan
+        return math.nan, math.nan
+    found = [run.id for run in runs if "time/step" in run.metrics and same.items() <= run.params.items()]
+    if not found:
+        return math.nan, math.nan
+    last, *pauses = (_last_point(plan, found[-1], f"time/{each}") for each in ("step", "checkpoint", "eval"))
+    return last.value - sum(each.value for each in pauses if each.step == last.step), pauses[-1].value
+
+
+def _last_point(plan: SweepPlan, run_id: str, metric: str) -> MetricPoint:
+    """Returns the value of a metric at its last step; 0 at no step if it has none."""
+    points = mlflow.history(plan.tracking_uri, run_id, metric)
+    return max(points, key=lambda point: (point.step, point.at_ms), default=MetricPoint(-1, 0.0, 0))
 
 
 def prospects(plan: SweepPlan) -> list[str]:

@@ -13,6 +13,9 @@ from sweep_cases import Run, log_sweep, sweep, trial
 
 from rlx.analysis.comparison.cost import cost_line
 from rlx.config.errors import ConfigError
+from rlx.storage.checkpoint_catalog import checkpoint_name, commit
+from rlx.storage.checkpoint_manifest import Manifest
+from rlx.storage.filesystem import Storage
 from rlx.sweeps import plans
 from rlx.sweeps.records import SweepPlan
 from rlx.tracking.services import mlflow
@@ -52,6 +55,29 @@ def test_each_trial_costs_at_most_what_the_largest_numbers_of_the_space_do(plan:
     assert plans.prospects(plan)[0] == "at most 240 steps, 76,800 tokens"
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "space", "answers"),  # of a step, to each of its four prompts
+    [
+        ({"advantage": "grpo"}, {}, 2),
+        ({"advantage": "dapo"}, {}, 2 * 8),
+        ({"advantage": "dapo", "filter_rounds": 3}, {}, 2 * 3),
+        ({"advantage": "dapo", "filter_groups": False}, {}, 2),
+        ({"advantage": "remax"}, {}, 2 + 1),
+        ({"advantage": "grpo"}, {"algorithm.filter_groups": tune.choice([True, False])}, 2 * 8),
+        ({"advantage": "dapo"}, {"algorithm.filter_rounds": tune.randint(2, 6)}, 2 * 5),
+        ({}, {"algorithm.advantage": tune.choice(["remax", "dapo"])}, 2 * 8),
+        ({}, {"algorithm.advantage": tune.grid_search(["remax", "grpo"])}, 2 + 1),
+        ({"filter_groups": False}, {"algorithm.advantage": tune.choice(["grpo", "dapo"])}, 2),
+    ],
+)
+def test_answers_that_are_not_trained_on_count(
+    plan: SweepPlan, algorithm: dict[str, Any], space: dict[str, Any], answers: int
+) -> None:
+    assert plans.planned_cost(replace(plan, tree=plan.tree | {"algorithm": algorithm}), space).tokens == (
+        240 * 4 * answers * 10
+    )
+
+
 def test_as_many_settings_are_tried_as_the_budget_pays_for(plan: SweepPlan) -> None:
     assert [with_budget(plan, text).trials for text in ("120steps", "200steps", "15ktokens", "9000steps")] == [
         2,
@@ -74,10 +100,47 @@ def test_gpu_hours_need_a_run_that_has_told_how_long_a_step_takes(plan: SweepPla
     assert math.isnan(plans.planned_cost(with_gpus, {}).gpu_seconds)
     own = {f"{section}.{key}": value for section in ("train", "rollout") for key, value in plan.tree[section].items()}
     log_sweep(plan.tracking_uri, "before", [Run(own, {0: 0.1, 4: 0.5})], [])  # two seconds a step
-    assert plans.planned_cost(with_gpus, {}).gpu_seconds == 240 * 2 * gpus
+    # Half a second was its evaluation. A run of 20 steps has three: before the first, after the tenth and the last.
+    step, pauses = 1.5, 0.5 * 3 / 20
+    assert plans.planned_cost(with_gpus, {}).gpu_seconds == pytest.approx(240 * (step + pauses) * gpus)
     twice = {"rollout.max_tokens": tune.choice([5, 20])}
-    assert plans.planned_cost(with_gpus, twice).gpu_seconds == 240 * 4 * gpus
-    assert with_budget(with_gpus, f"{round(3 * 60 * 2 * gpus)}gpu-s").trials == 3
+    assert plans.planned_cost(with_gpus, twice).gpu_seconds == pytest.approx(240 * 2 * (step + pauses) * gpus)
+    more = {"train.prompts_per_step": tune.choice([4, 12])}
+    assert plans.planned_cost(with_gpus, more).gpu_seconds == pytest.approx(240 * (3 * step + pauses) * gpus)
+    assert with_budget(with_gpus, f"{math.ceil(3 * 60 * 1.575 * gpus)}gpu-s").trials == 3
+    often = replace(with_gpus, tree=with_gpus.tree | {"eval": {"every": 0, "sets": [{"name": "held", "every": 5}]}})
+    assert plans.planned_cost(often, {}).gpu_seconds == pytest.approx(240 * (step + 0.5 * 5 / 20) * gpus)
+
+
+def test_pauses_of_other_steps_are_no_part_of_the_last_one(plan: SweepPlan) -> None:
+    with_gpus = replace(plan, tree=plan.tree | {"scaling": GPU})
+    gpus, uri = with_gpus.resources.total()["GPU"], plan.tracking_uri
+    own = {f"{section}.{key}": value for section in ("train", "rollout") for key, value in plan.tree[section].items()}
+    log_sweep(uri, "before", [Run(own, {0: 0.1, 4: 0.5})], [])
+    run = mlflow.find_runs(uri, mlflow.find_experiment(uri, "rlx"), kind="run")[-1].id
+    mlflow.client(uri).log_metric(run, "time/step", 3.0, step=5)
+    mlflow.client(uri).log_metric(run, "time/checkpoint", 0.25, step=5)
+    assert plans.planned_cost(with_gpus, {}).gpu_seconds == pytest.approx(240 * (3.0 - 0.25 + 0.075) * gpus)
+    mlflow.client(uri).log_metric(run, "time/step", 3.0, step=6)
+    assert plans.planned_cost(with_gpus, {}).gpu_seconds == pytest.approx(240 * (3.0 + 0.075) * gpus)
+
+
+def test_a_branched_sweep_costs_the_steps_that_its_trials_do(plan: SweepPlan, tmp_path: Path) -> None:
+    start = tmp_path / "runs" / "parent" / checkpoint_name(15)
+    parts = ("metrics", "kl", "scores", "cursor", "evaluation", "config", "files")
+    empty: dict[str, Any] = {key: {} for key in parts}
+    commit(Storage.local(start), Manifest(rlx="0", step=15, ranks=1, tokens=0, mlflow_run_id=None, **empty))
+    whole = {"checkpoint": {"init_from": str(start), "init_state": "all"}}
+    branched = replace(plan, tree=plan.tree | whole)
+    assert plans.planned_cost(branched, {}) == (12 * 5, 12 * 5 * 8 * 10, 0)
+    assert with_budget(branched, "35steps").trials == 2  # each takes three seeds of five steps
+    fresh = replace(plan, tree=plan.tree | {"checkpoint": {"init_from": str(start)}})
+    assert plans.planned_cost(fresh, {}).steps == 240
+    own = {f"{section}.{key}": value for section in ("train", "rollout") for key, value in plan.tree[section].items()}
+    log_sweep(plan.tracking_uri, "before", [Run(own, {0: 0.1, 4: 0.5})], [])
+    with_gpus = replace(branched, tree=branched.tree | {"scaling": GPU})
+    cost = plans.planned_cost(with_gpus, {})  # it evaluates after the last step alone
+    assert cost.gpu_seconds == pytest.approx(12 * (5 * 1.5 + 0.5) * with_gpus.resources.total()["GPU"])
 
 
 def test_a_plan_says_what_it_costs_and_shows(plan: SweepPlan) -> None:
@@ -99,7 +162,7 @@ def test_a_plan_knows_how_settings_of_the_newest_sweep_differed(plan: SweepPlan,
 
 
 def test_the_end_says_what_was_spent_of_what_was_planned_at_the_start(plan: SweepPlan) -> None:
-    ended = sweep(trial(0, {"train.actor_lr": 1.0}, {12: 0.5}))
+    ended = sweep(trial(0, {"train.actor_lr": 1.0}, {0: 0.1, 12: 0.5}))
     assert cost_line(ended) == ""  # of a sweep of before nothing was recorded
     line = cost_line(replace(ended, planned=plans.planned_cost(plan, {})._asdict() | {"gpus": 0.0}))
     assert line == "spent 12 steps, 1,200 tokens; planned at most 240 steps, 19,200 tokens: 5% of its steps"

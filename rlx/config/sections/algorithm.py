@@ -237,6 +237,10 @@ class AlgorithmConfig(ScheduledSection):
     rollout_correction_high: float = Field(default=2.0, gt=1)
     """tis: larger ratios are set to this; mask: tokens (or responses) with a larger ratio are left out"""
 
+    def most_completions(self, samples: int) -> int:
+        """The most completions that a step generates for each of its prompts, of which it trains on so many samples."""
+        return (samples + self.estimator.needs_greedy) * (self.filter_rounds if self.filter_groups else 1)
+
     def overlong_tokens(self, max_tokens: int) -> int:
         """`overlong_buffer`, or its default for responses of at most so many tokens."""
         if self.overlong_buffer is not None:
