@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlx.cli.options import end_on_signals, exit_code, parse, settings_parser, signal_received
 from rlx.config.errors import ConfigError
-from rlx.config.experiment import DEFAULT_EXPERIMENT, takes_experiment, with_experiment
+from rlx.config.experiment import DEFAULT_EXPERIMENT, followers, settings_text, takes_experiment, with_experiment
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig, storage_words
 from rlx.config.sections.data import DataConfig, EvalConfig
@@ -101,7 +101,10 @@ def new_config(
 def inherited_tree(
     which: str, base: dict[str, Any], given: Mapping[str, Any], *, trust: bool = False
 ) -> dict[str, Any]:
-    """Returns the config tree of a new run that starts from a checkpoint: `base`, or else the checkpoint's settings."""
+    """Returns the config tree of a new run that starts from a checkpoint: `base`, or else the checkpoint's settings.
+
+    Of the checkpoint's settings, defaults that follow those that are given follow them, with a message.
+    """
     from rlx.runs import run_folder
 
     storage = given.get("storage") or from_tree(base).storage
@@ -112,7 +115,15 @@ def inherited_tree(
         "checkpoint.init_from": address,
         "checkpoint.init_state": "weights",
     }
-    return with_overrides(base or run_folder.inherited_settings(checkpoint, print, trust=trust, needed=given), start)
+    if base:
+        return with_overrides(base, start)
+    saved = run_folder.inherited_settings(checkpoint, print, trust=trust, needed=given)
+    changed = followers(saved, {**start, **given})
+    if given.get("checkpoint.init_state") == "all":
+        changed = {key: value for key, value in changed.items() if not run_folder.is_fixed(key)}
+    if changed:
+        print(f"defaults that follow what was given: {settings_text(changed)}")
+    return with_overrides(saved, {**changed, **start})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

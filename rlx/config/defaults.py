@@ -20,6 +20,10 @@ ADAPTER_LR = 1e-4
 """of LoRA's adapters, which take larger ones than full weights: QLoRA (arXiv 2305.14314) has 1e-4 to 2e-4"""
 
 
+FOLLOWING = ("model.dtype", "train.actor_lr", "train.critic_lr", "reward.functions")
+"""the settings that `following_defaults` may have"""
+
+
 def following_defaults(model: ModelConfig, scaling: ScalingConfig, environment: EnvironmentConfig) -> dict[str, Any]:
     """The defaults that other sections change, by dotted key."""
     precision = {"model.dtype": "bfloat16"} if scaling.use_gpu else {}

@@ -1,18 +1,23 @@
 """The default experiment: the settings that go with rlx's tiny model, which a config of it begins with.
 
 The settings' own defaults suit models that people bring. The tiny model needs others, and they are in one file,
-arithmetic.yaml. Left out: when a command says so (rlx.cli).
+arithmetic.yaml. Also here: which settings of a complete config have the defaults that follow other settings.
+Left out: when a command says so (rlx.cli).
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlx.config.loading import read_yaml
+from rlx.config.defaults import FOLLOWING
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree, read_yaml, with_overrides
+from rlx.config.run import settings
+from rlx.config.sections.base import flatten
 
 EXPERIMENT_FILE = Path(__file__).parent / "arithmetic.yaml"
 TINY = "tiny"
@@ -57,3 +62,63 @@ def over_experiment(tree: Mapping[str, Any]) -> dict[str, Any]:
 @functools.cache
 def _experiment() -> dict[str, Any]:
     return read_yaml(EXPERIMENT_FILE)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Defaults in a complete config
+
+
+def followers(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that follow changes of a complete config, by dotted key, with their values after them.
+
+    A saved config has every setting, also those that nobody gave. Of those whose defaults follow other settings, the
+    ones that have their default take the new one; what was given otherwise, or is among the changes, stays.
+
+    Raises:
+        ConfigError: the settings do not work together after the changes.
+    """
+    before = flatten(from_tree(dict(tree)))
+    free = keys_at_default(tree)
+    now = flatten(from_tree(with_overrides(without(tree, free), changes)))
+    asked = {key: _with_entries(key, before[key], changes) for key in free if key not in changes}
+    return {key: now[key] for key, value in asked.items() if now[key] != value}
+
+
+def settings_text(values: Mapping[str, Any]) -> str:
+    """Settings by dotted key, and their values, as words of a line."""
+    return ", ".join(f"{key} {value}" for key, value in values.items())
+
+
+def keys_at_default(tree: Mapping[str, Any]) -> list[str]:
+    """The settings of a config tree that have the defaults that follow its other settings."""
+    values = flatten(from_tree(dict(tree)))
+    follow = [key for key, field in settings().items() if field.default_factory_takes_validated_data]
+    return [key for key in (*follow, *FOLLOWING) if _is_at_default(tree, key, values[key])]
+
+
+def without(tree: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """A copy of a config tree without some settings of its sections."""
+    return {
+        name: {key: value for key, value in section.items() if f"{name}.{key}" not in keys}
+        if isinstance(section, Mapping)
+        else section
+        for name, section in tree.items()
+    }
+
+
+def _is_at_default(tree: Mapping[str, Any], key: str, value: Any) -> bool:
+    """Whether a setting has the value that it would have unset; the default experiment's are no such defaults."""
+    section, _, name = key.partition(".")
+    rest = without(tree, [key])
+    if name in with_experiment(rest).get(section, {}):
+        return False
+    try:
+        return bool(flatten(from_tree(rest))[key] == value)
+    except ConfigError:
+        return False
+
+
+def _with_entries(key: str, value: Any, changes: Mapping[str, Any]) -> Any:
+    """The value of a setting with the entries that changes give it, such as data.params.max_digits."""
+    own = {name.removeprefix(f"{key}."): each for name, each in changes.items() if name.startswith(f"{key}.")}
+    return {**value, **own} if own else value

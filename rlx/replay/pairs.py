@@ -14,6 +14,7 @@ from typing import Any
 
 from rlx.analysis.statistics import Estimate, mean_interval
 from rlx.config.errors import ConfigError
+from rlx.config.experiment import followers
 from rlx.config.loading import from_tree, with_overrides
 from rlx.replay.branches import Branch
 from rlx.replay.comparing import step_completions
@@ -45,6 +46,8 @@ def pair_of(
 ) -> tuple[Branch, Branch]:
     """Returns two branches of so many steps from a checkpoint: one as the run is, one with changed settings.
 
+    Defaults that follow changed settings change with them, if they can within a run.
+
     Raises:
         ConfigError: the run has no checkpoint of that step, or a setting cannot change within a run.
     """
@@ -70,9 +73,12 @@ def pair_of(
             f"--steps {steps}: run {run.name} ends with step {recorded.train.steps}, and its learning rate follows "
             f"train.steps (lr_schedule {recorded.train.lr_schedule}): at most {recorded.train.steps - step} steps"
         )
+    following = {
+        key: value for key, value in followers(control.tree(), changes).items() if not run_folder.is_fixed(key)
+    }
     return (
         Branch(run, start, control.until, longer, trust),
-        Branch(run, start, control.until, {**longer, **changes}, trust),
+        Branch(run, start, control.until, {**longer, **following, **changes}, trust),
     )
 
 

@@ -8,12 +8,22 @@ import pytest
 
 from rlx.cli import sweep, train
 from rlx.config import rules
-from rlx.config.defaults import fitting_lengths
+from rlx.config.defaults import FOLLOWING, fitting_lengths, following_defaults
 from rlx.config.errors import ConfigError
-from rlx.config.experiment import DEFAULT_EXPERIMENT, EXPERIMENT_FILE, OWN_MODELS, over_experiment, with_experiment
+from rlx.config.experiment import (
+    DEFAULT_EXPERIMENT,
+    EXPERIMENT_FILE,
+    OWN_MODELS,
+    followers,
+    over_experiment,
+    with_experiment,
+)
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig, may_change
 from rlx.config.sections.base import flatten
+from rlx.config.sections.model import ModelConfig
+from rlx.config.sections.rollout import EnvironmentConfig
+from rlx.config.sections.scaling import ScalingConfig
 from rlx.config.sweep import SchedulerName
 from rlx.rewards.patterns import last_matches
 from rlx.sweeps.space import load_space
@@ -35,6 +45,68 @@ def differing(config: RunConfig, other: dict[str, Any]) -> set[str]:
         for key, value in (section.items() if isinstance(section, dict) else [("", section)])
         if values[f"{name}.{key}" if key else name] != (tuple(value) if isinstance(value, list) else value)
     } - ({"algorithm.overlong_buffer"} if config.algorithm.overlong_tokens(16) == 0 else set())  # unset, 0 before
+
+
+# --- of a complete config, of which other settings change
+
+
+def complete(**given: Any) -> dict[str, Any]:
+    """The tree that a checkpoint keeps: every setting, given or not."""
+    return built(**{"model__path": "org/name", **given}).model_dump(mode="json")
+
+
+def test_the_settings_that_may_follow_others_are_all_known() -> None:
+    every = following_defaults(
+        ModelConfig(lora_rank=1), ScalingConfig(use_gpu=True), EnvironmentConfig(name="calculator")
+    )
+    assert set(every) == set(FOLLOWING)
+
+
+@pytest.mark.parametrize(
+    ("before", "changes", "followed"),
+    [
+        (
+            {},
+            {"algorithm.advantage": "grpo"},
+            {"aggregation": "sequence_mean", "kl_placement": "loss", "kl_estimator": "k3", "whiten_advantages": False},
+        ),
+        (
+            {"algorithm__kl_estimator": "k2", "algorithm__whiten_advantages": False, "algorithm__clip_low": 0.1},
+            {"algorithm.advantage": "grpo", "algorithm.kl_placement": "reward"},
+            {"aggregation": "sequence_mean"},
+        ),
+        ({"algorithm__advantage": "grpo"}, {"algorithm.policy_loss": "gspo"}, {"clip_low": 3e-4, "clip_high": 4e-4}),
+        (
+            {"algorithm__advantage": "grpo"},
+            {"algorithm.advantage": "dapo"},
+            {"aggregation": "token_mean", "kl_coef": 0.0, "clip_high": 0.28, "overlong_penalty": 0.5}
+            | {"filter_groups": True, "filter_by": "correct"},
+        ),
+        (
+            {"algorithm__advantage": "dapo"},
+            {"algorithm.advantage": "grpo", "algorithm.filter_groups": False, "algorithm.kl_coef": 0.01},
+            {"aggregation": "sequence_mean", "clip_high": 0.2, "overlong_penalty": 1.0, "filter_by": "reward"},
+        ),
+        ({}, {"scaling.use_gpu": True}, {"model.dtype": "bfloat16"}),
+        ({"scaling__use_gpu": True}, {"scaling.use_gpu": False}, {"model.dtype": "float32"}),
+        ({"scaling__use_gpu": True, "model__dtype": "float32"}, {"scaling.use_gpu": False}, {}),
+        ({}, {"model.lora_rank": 8}, {"train.actor_lr": 1e-4, "train.critic_lr": 1e-4}),
+        ({"train__actor_lr": 2e-6}, {"model.lora_rank": 8}, {"train.critic_lr": 1e-4}),
+        ({}, {"environment.name": "calculator"}, {"reward.functions": {"environment": 1.0}}),
+        ({}, {"data.source": "questions.jsonl", "reward.functions": {"exact_match": 1.0}}, {"data.params": {}}),
+        ({}, {"data.params.max_digits": 2}, {}),
+        # The default experiment's are no such defaults, and lengths stay as they were.
+        ({"model__path": "tiny", "model__dtype": "float32"}, {"scaling.use_gpu": True}, {}),
+        ({"rollout__max_tokens": 96}, {"data.max_prompt_tokens": 64, "train.steps": 2, "seed": 3}, {}),
+    ],
+)
+def test_defaults_follow_what_changes_and_what_was_given_stays(
+    before: dict[str, Any], changes: dict[str, Any], followed: dict[str, Any]
+) -> None:
+    expected = {key if "." in key else f"algorithm.{key}": value for key, value in followed.items()}
+    tree = complete(**before)
+    assert followers(tree, changes) == expected
+    assert followers(tree, {}) == {}
 
 
 # --- the settings' own

@@ -10,6 +10,8 @@ from replay_cases import evaluated, keep, run_of, with_score
 
 from rlx.cli.timemachine import branched_sweep, pairing, running, whatif
 from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree, with_overrides
+from rlx.config.sections.base import flatten
 from rlx.config.sweep import DEFAULT_METRIC
 from rlx.replay import pairs, recorded
 from rlx.storage.addresses import open_storage
@@ -20,6 +22,26 @@ def test_a_pair_differs_in_the_changes_alone(tmp_path: Path) -> None:
     assert control.steps == changed.steps == range(11, 16)
     assert (control.changes, changed.changes) == ({}, {"algorithm.clip_high": 0.28})
     assert control.tree() == changed.tree()
+
+
+def test_defaults_follow_the_changes_of_a_pair(tmp_path: Path) -> None:
+    """k1 in the loss has no gradient on average; an estimator that the run was given stays."""
+    changes = {"algorithm.kl_placement": "loss"}
+    control, changed = pairs.pair_of(run_of(tmp_path), 10, 5, changes)
+    assert (control.changes, changed.changes) == ({}, {"algorithm.kl_estimator": "k3", **changes})
+    run = run_of(tmp_path, "b", algorithm__kl_estimator="k2")
+    assert pairs.pair_of(run, 10, 5, changes)[1].changes == changes
+    # The dtype would follow, but cannot change within a run.
+    run = run_of(tmp_path, "c", model__path="org/name")
+    assert pairs.pair_of(run, 10, 5, {"scaling.use_gpu": True})[1].changes == {"scaling.use_gpu": True}
+
+
+def test_defaults_follow_what_trials_of_a_branched_sweep_vary(tmp_path: Path) -> None:
+    control, _ = pairs.pair_of(run_of(tmp_path), 10, 10, {})
+    tree = branched_sweep.trials_tree(control, "b")
+    trials = [from_tree(with_overrides(tree, {"algorithm.kl_placement": each})) for each in ("reward", "loss")]
+    assert [each.algorithm.kl_estimator for each in trials] == ["k1", "k3"]
+    assert flatten(trials[0]) == flatten(from_tree(control.tree())) | {"name": "b", "train.steps": 20}
 
 
 def test_a_pair_that_goes_further_than_the_run_is_longer_on_both_sides(tmp_path: Path) -> None:

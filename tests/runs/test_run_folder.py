@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlx.cli import export
+from rlx.cli import export, train
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig, sections
@@ -162,6 +162,27 @@ def test_settings_are_inherited(tmp_path: Path) -> None:
     tree = run_folder.inherited_settings(found, said.append)
     assert from_tree(tree) == from_tree(settings(seed=7, train__steps=31, model__lora_rank=4, storage="elsewhere"))
     assert said == []
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"), [({}, "bfloat16"), ({"checkpoint.init_state": "all"}, "float32")], ids=["weights", "all"]
+)
+def test_a_new_run_takes_the_defaults_that_follow_what_it_is_given(
+    given: dict[str, Any], dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The state of a run depends on its dtype, which stays if all of the state is taken."""
+    made(tmp_path / "runs" / "a", model__path="org/name", algorithm__clip_low=0.1, rollout__max_tokens=96)
+    given |= {"storage": str(tmp_path), "algorithm.policy_loss": "gspo", "scaling.use_gpu": True}
+    config = train.new_config(None, given, "a", trust=True)
+    assert (config.algorithm.clip_low, config.algorithm.clip_high, config.model.dtype) == (0.1, 4e-4, dtype)
+    assert config.algorithm.aggregation == "sequence_mean" and config.rollout.max_tokens == 96
+    of_dtype = ", model.dtype bfloat16" if dtype == "bfloat16" else ""
+    assert capsys.readouterr().out == (
+        "defaults that follow what was given: algorithm.aggregation sequence_mean, algorithm.clip_high 0.0004"
+        f"{of_dtype}\n"
+    )
+    plain = train.new_config(None, {"storage": str(tmp_path)}, "a", trust=True)
+    assert (plain.algorithm.clip_high, plain.model.dtype, capsys.readouterr().out) == (0.2, "float32", "")
 
 
 URL = {"reward__functions": {"url": 1.0}, "reward__url": "http://evil.example"}

@@ -13,6 +13,7 @@ from rlx.cli import sweep as sweeps
 from rlx.cli.options import parse
 from rlx.cli.timemachine import pairing, running
 from rlx.config.errors import ConfigError
+from rlx.config.experiment import keys_at_default, without
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections.records import CheckpointConfig
 
@@ -69,16 +70,21 @@ def sweep_options(space: str, words: Sequence[str]) -> argparse.Namespace:
 def trials_tree(control: Branch, name: str) -> dict[str, Any]:
     """Returns the settings that all trials share: those of the control, which ends with the trials.
 
+    Defaults that follow other settings are left out, since they follow those that the trials vary.
+
     Raises:
         ConfigError: trials could not be compared with the control.
     """
+    from rlx.runs import run_folder
+
     tree, until = control.tree(), control.until
     config = from_tree(tree)
     if until != config.train.steps and (config.train.lr_schedule != "constant" or until % (config.eval.every or until)):
         end = f"eval.every ({config.eval.every}), or to the end of the run ({config.train.steps})"
         raise ConfigError(f"--steps: trials end at step {until}: branch to a multiple of {end}")
     shared = with_overrides(tree, {"name": name, "storage": control.run.storage, "train.steps": until})
-    return _without_default_best(shared, config.checkpoint)
+    following = [key for key in keys_at_default(shared) if not run_folder.is_fixed(key)]
+    return _without_default_best(without(shared, following), config.checkpoint)
 
 
 def _without_default_best(tree: dict[str, Any], checkpoint: CheckpointConfig) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from rlx.cli.options import exit_code
 from rlx.cli.timemachine import pairing, running
 from rlx.config.errors import ConfigError
+from rlx.config.experiment import settings_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +53,8 @@ def what_if(args: argparse.Namespace, changes: dict[str, Any]) -> int:
     names = pairs.pair_names(open_storage(run.storage) / "runs", run, step)
     with running.processes() as shared:
         comparison, first = pairing.do_control(args, pairing.with_name(args, control, names[0]), logged, shared)
-        print(f"\n{names[1]}: {', '.join(f'{key} {value}' for key, value in changes.items())}")
+        differing = {key: value for key, value in changed.changes.items() if control.changes.get(key) != value}
+        print(f"\n{names[1]}: {settings_text(differing)}")
         branch = pairing.with_name(args, changed, names[1])
         second, _ = running.do_steps(branch.prepare(), branch, shared)
     rows = [*pairs.paired_evaluations(first, second, step), *pairs.paired_prompts(first, second, changed.steps)]
