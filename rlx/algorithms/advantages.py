@@ -64,6 +64,7 @@ class AdvantageInputs:
     groups: Tensor  # [B] int64, equal for responses to the same prompt
     greedy_scores: Tensor | None = None  # [B] score of the greedy completion of the prompt
     turn_rewards: Tensor | None = None  # [B, T] the parts of the scores that turns were given; None: all at the end
+    counted: Tensor | None = None  # [B] 1, or 0 for what its group is not compared with; None: all count
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ def estimate_advantages(kind: str, inputs: AdvantageInputs, settings: AdvantageS
     s - mean of the group; `rloo` s - mean of the others in the group; `opo` s - mean of the group, weighted by response
     length; `remax` s - the score of the greedy completion; `reinforce++` s (the caller whitens, which subtracts the
     mean of the batch). The estimators that need groups compare the whole reward, s - kl_coef * the KL of the response.
-    They return 0 where all scores of a group are equal, and for a group of one. Sources: Schulman et al. 2015, GAE
+    They return 0 where all scores of a group are equal, for a group of one, and for a response that does not count, as
+    if it were not there. Sources: Schulman et al. 2015, GAE
     (arXiv 1506.02438) eq. 16; Shao et al. 2024, DeepSeekMath (arXiv 2402.03300) sec. 4.1.2; Yu et al. 2025, DAPO
     (arXiv 2503.14476) eq. 9; Liu et al. 2025, Dr. GRPO (arXiv
     2503.20783) sec. 3.2; Ahmadian et al. 2024, RLOO (arXiv 2402.14740) eq. 7; Hao et al. 2025, OPO (arXiv 2505.23585);
@@ -172,26 +174,27 @@ def _remax(inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantagesAn
 
 @dataclass(frozen=True)
 class _Groups:
-    """The scores of responses and the moments of the group of each; every tensor `[B]`, float64."""
+    """The scores of responses and the moments of those that count in the group of each; every tensor `[B]`, float64."""
 
     scores: Tensor
-    count: Tensor
+    count: Tensor  # at least 1
     mean: Tensor
     mean_by_length: Tensor  # each score weighted by the tokens of its response
     std: Tensor  # unbiased; 0 for a group of one
 
 
-def _group_moments(scores: Tensor, lengths: Tensor, groups: Tensor) -> _Groups:
-    """`[B]` scores, `[B]` response lengths in tokens, and `[B]` group numbers of any value and order."""
+def _group_moments(scores: Tensor, lengths: Tensor, groups: Tensor, left_out: Tensor) -> _Groups:
+    """`[B]` scores, response lengths in tokens, group numbers of any value and order, and bools: not in the moments."""
     exact = scores.detach().double()
     index = groups.unique(return_inverse=True)[1]
     size = int(index.max()) + 1 if len(index) else 0
 
     def sum_over_group(x: Tensor) -> Tensor:
-        return x.new_zeros(size).index_add(0, index, x)[index]
+        return x.new_zeros(size).index_add(0, index, x.masked_fill(left_out, 0.0))[index]
 
-    count = sum_over_group(torch.ones_like(exact))
-    lowest = exact.new_full((size,), torch.inf).scatter_reduce(0, index, exact, "amin")[index]
+    count = sum_over_group(torch.ones_like(exact)).clamp(min=1)
+    compared = exact.masked_fill(left_out, torch.inf)
+    lowest = exact.new_full((size,), torch.inf).scatter_reduce(0, index, compared, "amin")[index]
     mean = lowest + sum_over_group(exact - lowest) / count  # exactly the score where all scores of a group are equal
     variance = sum_over_group((exact - mean).square()) / (count - 1).clamp(min=1)
     tokens = lengths.double()
@@ -221,7 +224,9 @@ def _within_groups(compare: Callable[[_Groups], Tensor]) -> AdvantageEstimator:
 
     def estimate(inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantagesAndReturns:
         rewards = inputs.scores - settings.kl_coef * apply_mask(inputs.kl, inputs.mask).sum(1)
-        advantages = compare(_group_moments(rewards, inputs.mask.sum(1), inputs.groups)).to(rewards.dtype)
+        left_out = torch.zeros_like(rewards).bool() if inputs.counted is None else inputs.counted == 0
+        groups = _group_moments(rewards, inputs.mask.sum(1), inputs.groups, left_out)
+        advantages = compare(groups).masked_fill(left_out, 0.0).to(rewards.dtype)
         return _rewards_to_go(advantages, inputs, settings.gamma, kl_coef=0.0)
 
     return estimate

@@ -28,7 +28,8 @@ METRICS = {
     "reward/running_mean": "mean of all scores trained on so far (algorithm.normalize_rewards)",
     "reward/running_std": "standard deviation of all scores trained on so far (algorithm.normalize_rewards)",
     "task/accuracy": "fraction of the completions of the step with a correct answer",
-    "groups/varied_fraction": "fraction of the prompts of the step whose completions have different scores",
+    "groups/varied_fraction": "fraction of the prompts of the step whose completions have different scores, without "
+    "episodes whose environment failed",
     "groups/generated": "prompts whose completions were generated for the step (algorithm.filter_groups)",
     "curriculum/passed_over_fraction": "share of the prompts whose turn came that were passed over (data.curriculum)",
     "curriculum/success": "mean estimate of how often a prompt is answered correctly, over the prompts measured so far",

@@ -30,8 +30,9 @@ from rlx.types import Completion, Sampling, ScoredCompletion
 class Selection:
     """The completions that a step trains on, group by group; a group is the completions of one prompt.
 
-    With `filtered` it leaves out groups whose completions are alike: little can be learnt from them. Source: dynamic
-    sampling of Yu et al. 2025, DAPO (arXiv 2503.14476), whose eq. 11 counts right answers.
+    With `filtered` it leaves out groups whose completions are alike: little can be learnt from them. Episodes whose
+    environment failed are not compared. Source: dynamic sampling of Yu et al. 2025, DAPO (arXiv 2503.14476), whose
+    eq. 11 counts right answers.
     """
 
     def __init__(
@@ -73,9 +74,10 @@ class Selection:
             group = list(scored[start : start + self.samples])
             if self.greedy:
                 group = [replace(each, greedy_score=scored[start + self.samples].score) for each in group]
-            self.varied += len({each.score for each in group}) > 1
-            compared = {each.is_correct if self.by_correct else each.score for each in group}
-            (self._left_out if self.filtered and len(compared) == 1 else self._kept).append(group)
+            counted = [each for each in group if not each.completion.has_failed]
+            self.varied += len({each.score for each in counted}) > 1
+            compared = {each.is_correct if self.by_correct else each.score for each in counted}
+            (self._left_out if self.filtered and len(compared) <= 1 else self._kept).append(group)
             self.candidates += group
         self.tokens += sum(each.completion.num_drawn for each in scored)
 

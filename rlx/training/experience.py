@@ -46,7 +46,8 @@ class RolloutBatch:
     samples: Tensor  # [B] int64, the completion's number among those of its prompt
     scores: Tensor  # [B] reward of the whole completion
     greedy_scores: Tensor  # [B] reward of the prompt's greedy completion, 0 where the estimator needs none
-    trained: Tensor  # [B] float, 1 if the losses have the completion; else only its group compares with it
+    trained: Tensor  # [B] float, 1 if the losses have the completion
+    counted: Tensor  # [B] float, 1 if others are compared with it, also where the losses leave it out
     turn_rewards: Tensor | None = field(default=None, kw_only=True)  # [B, T] of turns that end there; episodes have it
     contexts: Tensor | None = field(default=None, kw_only=True)  # [B, T] number of a token's context; episodes have it
     inputs: ResponseTokens | None = field(default=None, kw_only=True)  # for the models; micro-batches have them
@@ -167,7 +168,8 @@ def build_batch(scored: Sequence[ScoredCompletion], pad_id: int, mask_truncated:
         samples=torch.tensor([c.sample for c in completions]),
         scores=torch.tensor([each.score for each in scored], dtype=torch.float32),
         greedy_scores=torch.tensor([each.greedy_score for each in scored], dtype=torch.float32),
-        trained=torch.tensor([float(_is_trained(c, mask_truncated)) for c in completions]),
+        trained=torch.tensor([float(not c.has_failed and (c.finished or not mask_truncated)) for c in completions]),
+        counted=torch.tensor([float(not c.has_failed) for c in completions]),
         **turns,
     )
 
@@ -176,11 +178,6 @@ def _drawn_mask(completion: Completion) -> Tensor:
     if completion.episode is None:
         return torch.ones(len(completion.token_ids))
     return torch.tensor(completion.drawn, dtype=torch.float32)
-
-
-def _is_trained(completion: Completion, mask_truncated: bool) -> bool:
-    """Whether the losses have a completion: not one whose environment has failed, which says nothing of the policy."""
-    return not completion.has_failed and (completion.finished or not mask_truncated)
 
 
 def _reported_logprobs(completion: Completion) -> Tensor:

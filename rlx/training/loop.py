@@ -156,7 +156,7 @@ def compute_advantages(trainer: Trainer, batch: LogprobBatch) -> tuple[Experienc
     scores, greedy_scores = normalize_rewards(trainer, batch)
     kl = log_ratio_kl(batch.logprobs, batch.ref_logprobs, settings.kl_estimator)
     turn_rewards = batch.turn_rewards if trainer.config.environment.rewards == "turn" else None
-    inputs = AdvantageInputs(scores, kl, batch.values, mask, batch.groups, greedy_scores, turn_rewards)
+    inputs = AdvantageInputs(scores, kl, batch.values, mask, batch.groups, greedy_scores, turn_rewards, batch.counted)
     kl_coef = trainer.kl.coef if settings.kl_placement == "reward" else 0.0
     advantages, returns = estimate_advantages(
         settings.advantage, inputs, AdvantageSettings(kl_coef, settings.gamma, settings.gae_lambda)
@@ -172,11 +172,12 @@ def compute_advantages(trainer: Trainer, batch: LogprobBatch) -> tuple[Experienc
 def normalize_rewards(trainer: Trainer, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
     """The scores `[B]` and the greedy completions' scores `[B]`, normalized and clipped as configured.
 
-    Normalization uses the mean and deviation of all scores trained on so far, by all ranks.
+    Normalization uses the mean and deviation of all scores trained on so far, by all ranks, without those of episodes
+    whose environment failed.
     """
     settings, columns = trainer.config.algorithm, [batch.scores, batch.greedy_scores]
     if settings.normalize_rewards:
-        total = trainer.mesh.all_reduce_sum(masking.moments(batch.scores, torch.ones_like(batch.scores)))
+        total = trainer.mesh.all_reduce_sum(masking.moments(batch.scores, batch.counted))
         trainer.reward_stats.update(*total.tolist())
         mean, scale = trainer.reward_stats.shift_and_scale()
         columns = [(column - mean) * scale for column in columns]

@@ -123,6 +123,41 @@ def test_equal_scores_and_groups_of_one_give_exactly_zero(kind: str) -> None:
         close(response_advantages(scores, torch.tensor([0, 0, 1, 0]), kind), torch.zeros(4, dtype=dtype), 0.0)
 
 
+@pytest.mark.parametrize("kind", CENTRED)
+def test_what_does_not_count_is_not_compared_with(kind: str) -> None:
+    """Such as episodes whose environment failed: of three groups one goes on with two, one with one, one with none."""
+    scores, groups = f64([1, 3, 0, 5, 9, 7, 8]), torch.tensor([0, 0, 0, 1, 1, 2, 2])
+    counted = torch.tensor([1.0, 1, 0, 1, 0, 0, 0])
+    scale = {"grpo": 1 / (2**0.5 + 1e-6), "dapo": 1 / (2**0.5 + 1e-6), "rloo": 2.0}.get(kind, 1.0)
+    tokens = torch.zeros(7, 2, dtype=scores.dtype)
+    inputs = AdvantageInputs(scores, tokens, tokens, torch.ones_like(tokens), groups, None, None, counted)
+    advantages = estimate_advantages(kind, inputs, AdvantageSettings(0.0, 1.0, 1.0))[0]
+    close(advantages[:, 0], [-scale, scale, 0, 0, 0, 0, 0])
+    # Three right episodes and one that failed: without it they are alike.
+    inputs = replace(inputs, scores=f64([1, 1, 1, 0, 2, 2, 2]), groups=torch.tensor([0, 0, 0, 0, 1, 1, 1]))
+    inputs = replace(inputs, counted=torch.tensor([1.0, 1, 1, 0, 1, 1, 1]))
+    close(estimate_advantages(kind, inputs, AdvantageSettings(0.0, 1.0, 1.0))[0], torch.zeros_like(tokens), 0.0)
+
+
+def test_the_mean_by_length_is_of_those_that_count() -> None:
+    mask = torch.tensor([[1, 1], [1, 0], [1, 1]])  # (2 * 4 + 1 * 1) / 3 = 3; the third is longer and does not count
+    tokens = torch.zeros(3, 2, dtype=torch.float64)
+    inputs = AdvantageInputs(f64([4, 1, 100]), tokens, tokens, mask, torch.zeros(3).long())
+    inputs = replace(inputs, counted=torch.tensor([1.0, 1.0, 0.0]))
+    close(estimate_advantages("opo", inputs, AdvantageSettings(0.0, 1.0, 1.0))[0][:, 0], [1, -2, 0])
+
+
+@pytest.mark.parametrize("kind", CENTRED)
+@few
+@given(scored)
+def test_where_all_count_nothing_changes(kind: str, responses: list[tuple[int, int]]) -> None:
+    scores, groups = unzip(responses)
+    tokens = torch.zeros(len(scores), 1, dtype=scores.dtype)
+    inputs = AdvantageInputs(scores, tokens, tokens, torch.ones_like(tokens), groups, counted=torch.ones(len(scores)))
+    advantages = estimate_advantages(kind, inputs, AdvantageSettings(0.0, 1.0, 0.5))[0][:, 0]
+    assert torch.equal(advantages, response_advantages(scores, groups, kind))
+
+
 @pytest.mark.parametrize("kind", ADVANTAGES_BY_HAND)
 def test_group_advantages_are_detached(kind: str) -> None:
     scores, greedy = SCORES.clone().requires_grad_(), GREEDY.clone().requires_grad_()

@@ -72,6 +72,23 @@ def test_episodes_whose_environment_failed_are_no_wrong_answers() -> None:
     assert math.isnan(right_share([failed, failed]))
 
 
+@pytest.mark.parametrize("by_correct", [False, True])
+def test_groups_are_alike_or_not_without_episodes_whose_environment_failed(by_correct: bool) -> None:
+    def group(right: str, failed: str) -> list[ScoredCompletion]:
+        rows = []
+        for digit, mark in zip(right, failed, strict=True):
+            episode = Episode(Observation(), (), failure="died" if mark == "x" else "")
+            rows.append(ScoredCompletion(replace(COMPLETIONS[0], episode=episode), float(digit), digit == "1", {}))
+        return rows
+
+    selection = Selection(4, 3, filtered=True, greedy=False, by_correct=by_correct)
+    groups = [group("110", "..x"), group("100", "..x"), group("100", "xxx"), group("010", "xx.")]
+    for each in groups:
+        selection.add(each)
+    assert (selection.varied, selection.missing) == (1, 3)  # of four wanted, the second is varied
+    assert selection.take(last=True) == [*groups[1], *groups[0], *groups[2], *groups[3]]
+
+
 def test_only_one_rank_of_a_replica_scores() -> None:
     class Other:
         is_leader = False

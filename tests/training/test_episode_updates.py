@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from shared import OnRanks
 from test_update import flat, trainer_of
 from torch import Tensor
 
+from rlx.algorithms.adaptive import RunningScores
 from rlx.algorithms.advantages import AdvantageInputs, AdvantageSettings, estimate_advantages, gae, token_rewards
+from rlx.config.loading import from_tree
 from rlx.models import loading, packing
 from rlx.models.loading import load_policy
 from rlx.models.policy import ResponseTokens, Sequences, sequence_lengths
@@ -97,7 +100,11 @@ def test_a_batch_of_episodes_by_hand() -> None:
     assert batch.turn_rewards is not None and batch.contexts is not None
     assert batch.turn_rewards[:2].tolist() == [[0, 0.25, 0, 0.5, 0], [0.25, 0, 0, 0, 0.5]]
     assert batch.contexts[:2].tolist() == [[0, 0, 0, 0, 0], [0, 1, 1, 1, 1]]
-    assert batch.trained.tolist() == [1, 1, 0] and batch.sharing.tolist() == [0, 0, 0]
+    assert batch.trained.tolist() == batch.counted.tolist() == [1, 1, 0]
+    cut = [ScoredCompletion(replace(each, finished=False), 1.0, True, {}) for each in (one, failed)]
+    masked = experience.build_batch(cut, PAD, mask_truncated=True)
+    assert (masked.trained.tolist(), masked.counted.tolist()) == ([0, 0], [1, 0])  # of both, one is compared
+    assert batch.sharing.tolist() == [0, 0, 0]
     assert batch.response_lengths.tolist() == [4, 5, 5]
     tokens = batch.response_tokens()
     # The second context of each later episode is read alone: 41 42 43, then 25.
@@ -111,6 +118,18 @@ def test_a_batch_of_episodes_by_hand() -> None:
     assert tokens.targets.tolist() == [21, 22, 23, 24, 25, 24, 25]
     assert tokens.before.tolist() == [1, 2, 4, 7, 14, 19, 26]
     assert torch.stack(tokens.token_index).T.tolist() == [[0, 0], [0, 1], [0, 3], [1, 0], [1, 4], [2, 0], [2, 4]]
+
+
+def test_running_moments_leave_out_episodes_whose_environment_failed() -> None:
+    """Scores 1 and 3 count, with mean 2 and variance 2; the third is normalized as they are."""
+    mesh = SimpleNamespace(all_reduce_sum=lambda total: total)
+    config = from_tree({"algorithm": {"normalize_rewards": True}})
+    trainer: Any = SimpleNamespace(config=config, mesh=mesh, reward_stats=RunningScores())
+    columns = {"scores": [1.0, 3.0, 8.0], "greedy_scores": [0.0, 0.0, 0.0], "counted": [1.0, 1.0, 0.0]}
+    batch: Any = SimpleNamespace(**{name: torch.tensor(values) for name, values in columns.items()})
+    scores, _ = loop.normalize_rewards(trainer, batch)
+    assert trainer.reward_stats.state_dict() == {"count": 2, "total": 4, "squares": 10}
+    assert scores.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5, 6 * 0.5**0.5])
 
 
 # --- against models

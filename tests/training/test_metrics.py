@@ -56,6 +56,7 @@ def experience(rows: slice) -> Experience:
         "scores": torch.tensor(SCORES),
         "greedy_scores": torch.zeros(4),
         "trained": torch.ones(4),
+        "counted": torch.ones(4),
         "logprobs": grid(),
         "ref_logprobs": grid(),
         "values": grid(0, 1, 2, 3),
