@@ -120,6 +120,21 @@ def test_a_batch_of_episodes_by_hand() -> None:
     assert torch.stack(tokens.token_index).T.tolist() == [[0, 0], [0, 1], [0, 3], [1, 0], [1, 4], [2, 0], [2, 4]]
 
 
+def test_the_group_of_an_episode_whose_environment_failed_is_compared_without_it() -> None:
+    """Scores 1 and 3, less their mean 2; with the third, which failed at 8, the mean would be 4."""
+    one = episode(Prompt(3, (11, 12), "q", "a"), 0, [(2, 0)], 0)
+    failed = replace(one, episode=replace(one.episode, failure="died"))  # type: ignore[type-var]
+    scored = [ScoredCompletion(each, score, True, {}) for each, score in ((one, 1.0), (one, 3.0), (failed, 8.0))]
+    batch = experience.build_batch(scored, PAD)
+    names = ("logprobs", "ref_logprobs", "values", "entropy")
+    trainer: Any = SimpleNamespace(
+        config=from_tree({"algorithm": {"advantage": "dr_grpo"}}), kl=SimpleNamespace(coef=0)
+    )
+    columns = batch.with_logprobs({name: torch.zeros_like(batch.mask) for name in names})
+    advantages = loop.compute_advantages(trainer, columns)[0].advantages
+    assert advantages.tolist() == [[-1, -1], [1, 1], [0, 0]]
+
+
 def test_running_moments_leave_out_episodes_whose_environment_failed() -> None:
     """Scores 1 and 3 count, with mean 2 and variance 2; the third is normalized as they are."""
     mesh = SimpleNamespace(all_reduce_sum=lambda total: total)
