@@ -439,6 +439,73 @@ add(1, 2) == 4 or add(1, -1)
 """,
         [True, False, False, True, False, True, True, True, False],
     ),
+    "comparisons without assert in blocks": (
+        """
+def add(a, b):
+    return a + b
+""",
+        """
+for a in (1, 2):
+    add(a, 1) == a + 1
+for a in (1, 2):
+    add(a, 1) == 2
+else:
+    pass
+if add(1, 1) == 3:
+    pass
+else:
+    add(1, 1) == 3
+with open('/dev/null'):
+    add(1, 2) == 4
+try:
+    add(1, 'a') == 2
+except TypeError:
+    add(1, 2) == 3
+try:
+    add(1, 'a') == 2
+except TypeError:
+    add(1, 2) == 4
+try:
+    pass
+finally:
+    add(1, 2) == 4
+def check(candidate, wanted):
+    "Checks."
+    candidate(1, 2) == wanted
+check(add, 3)
+check(add, 4)
+while True:
+    match add(1, 2):
+        case 3:
+            add(1, 2) == 4
+    break
+def test_right():
+    for a in (1, 2):
+        add(a, 1) == a + 1
+def test_wrong():
+    for a in (1, 2):
+        add(a, 1) == 2
+""",
+        [True, False, False, False, True, False, False, True, False, False, True, False],
+    ),
+    "several comparisons without assert in one line": (
+        """
+def add(a, b):
+    return a + b
+""",
+        """
+add(1, 2) == 3, add(2, 2) == 4
+add(1, 2) == 3, add(2, 2) == 5
+add(1, 2) == 4,
+[add(1, 2) == 3, (add(2, 2) == 4, not add(2, 2) == 4)]
+(add(1, 2) == 3) & (add(2, 2) == 4)
+(add(1, 2) == 3) & (add(2, 2) == 5)
+(add(1, 2) == 4) | (add(2, 2) == 4) and not (add(1, 2) == 3) & (add(2, 2) == 5)
+add(1, 2), add(2, 2) == 5
+()
+""",
+        [True, False, False, False, True, False, True, True, True],
+    ),
     "checked by a function": (
         """
 def add(a, b):

@@ -75,12 +75,13 @@ class TestSide:
         """Reports the number of tests and a line break, then 1 or 0 for each test in turn.
 
         A test is a statement at the top that neither defines nor imports something, or a function test_... without
-        parameters. A bare comparison in it (`f(1) == 2`) is meant as an assert.
+        parameters. A bare comparison anywhere (`f(1) == 2`) is meant as an assert.
         """
         tree = ast.parse(source)
         functions = [each.name for each in tree.body if isinstance(each, ast.FunctionDef) and _is_test_function(each)]
         report(f"{count_tests(tree)}\n")
-        tree.body = [_asserting(each) for each in tree.body if not self._imports_program(each)]
+        _assert_comparisons(tree)
+        tree.body = [each for each in tree.body if not self._imports_program(each)]
         self._take_names(sorted({each.id for each in ast.walk(tree) if isinstance(each, ast.Name)}))
         for statement in tree.body:
             code = compile(ast.Module([statement], []), "tests.py", "exec")
@@ -179,20 +180,40 @@ def _is_test_function(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.FunctionDef) and statement.name[:5] == "test_" and not statement.args.args
 
 
+def _assert_comparisons(tree: ast.Module) -> None:
+    """Puts an assert in the place of each bare comparison, at any depth: its value would be lost otherwise."""
+    for node in ast.walk(tree):
+        for field in ("body", "orelse", "finalbody"):
+            statements = getattr(node, field, None)
+            if isinstance(statements, list):  # a lambda and `a if b else c` have an expression there
+                statements[:] = map(_asserting, statements)
+
+
 def _asserting(statement: ast.stmt) -> ast.stmt:
-    """A statement of the tests with an assert for each bare comparison, whose value would be lost otherwise."""
-    if isinstance(statement, ast.FunctionDef) and _is_test_function(statement):
-        statement.body = [_asserting(each) for each in statement.body]
-    if isinstance(statement, ast.Expr) and _is_comparison(statement.value):
-        return ast.copy_location(ast.Assert(statement.value, None), statement)
-    return statement
+    """The assert that a statement is meant as, if it is a bare comparison or several of them; else the statement."""
+    parts = _parts(statement.value) if isinstance(statement, ast.Expr) else []
+    if not parts or not all(map(_is_comparison, parts)):
+        return statement
+    condition = ast.BoolOp(ast.And(), parts) if len(parts) > 1 else parts[0]
+    return ast.fix_missing_locations(ast.copy_location(ast.Assert(condition, None), statement))
+
+
+def _parts(value: ast.expr) -> list[ast.expr]:
+    """The values in a tuple or list, also in those within it; any other expression is a part alone."""
+    if isinstance(value, (ast.Tuple, ast.List)):
+        return [part for each in value.elts for part in _parts(each)]
+    return [value]
 
 
 def _is_comparison(value: ast.expr) -> bool:
-    if isinstance(value, ast.BoolOp):
-        return all(_is_comparison(each) for each in value.values)
-    if isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.Not):
-        return _is_comparison(value.operand)
+    """Whether an expression compares, and does nothing else with what it finds."""
+    match value:
+        case ast.BoolOp():
+            return all(map(_is_comparison, value.values))
+        case ast.BinOp(op=ast.BitAnd() | ast.BitOr()):
+            return _is_comparison(value.left) and _is_comparison(value.right)
+        case ast.UnaryOp(op=ast.Not()):
+            return _is_comparison(value.operand)
     return isinstance(value, ast.Compare)
 
 
