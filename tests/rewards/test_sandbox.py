@@ -421,7 +421,18 @@ SUM = "```python\nprint(sum(map(int, input().split())))\n```"
         ("```py\na\n```\nprints\n```\n5\n```", "a\n"),
         ("```python\na\n```\nrun it:\n```bash\npython a.py\n```", "a\n"),
         ("```bash\nls\n```", ""),
-        ("  ```Python\n  a\n  ```", "  a\n"),
+        ("  ```Python\n  a\n  ```", "a\n"),
+        ("1. So:\n\n   ```python\n\n   if a:\n       b\n  c\n   ```\n", "\nif a:\n    b\nc\n"),
+        ("1. ```python\n   if a:\n     b\n   ```\n", "if a:\n  b\n"),
+        ("\t```python\n\tif a:\n\t\tb\n\t```\n", "if a:\n\tb\n"),
+        ("  ```python\nif a:\n b\n  ```", "if a:\n b\n"),  # moves all lines or none
+        ("  ```python\n   a\n  ```", " a\n"),
+        ("  ```python\n  a\n  b", "a\nb"),
+        ("Here it is: ```python\na\n```", "a\n"),
+        ("With `a` and `b`: ```python\na\n```", "a\n"),
+        ("So: ```bash\nls\n```\nand ```Python \na\n```", "a\n"),
+        ("It ends with ```\n```python\na\n```", "a\n"),
+        ("```x``` is ```y```, or `z` and ```python\n```python\na\n```", "a\n"),
         ("````python\n```\na\n````", "```\na\n"),
         ("~~~python\na\n~~~", "a\n"),
         ("```python\na\nb", "a\nb"),
@@ -430,6 +441,21 @@ SUM = "```python\nprint(sum(map(int, input().split())))\n```"
 )
 def test_the_program_in_a_completion(text: str, program: str) -> None:
     assert reward.program_in(text) == program
+
+
+def test_lines_of_fences_alone_take_no_time() -> None:
+    began = time.process_time()
+    assert reward.program_in("`" * 200_000 + "x`") == "`" * 200_000 + "x`"
+    assert reward.program_in("`x` " * 100_000 + "```python x")
+    assert reward.program_in("~" * 200_000 + " " * 200_000) == ""
+    assert reward.program_in("x" * 200_000 + "```" + "y" * 200_000 + " " * 200_000 + "z")
+    assert time.process_time() - began < 1
+
+
+def test_a_program_in_an_indented_fence_scores_as_any_other() -> None:
+    indented = "1. So:\n\n   ```python\n   a, b = input().split()\n   if a:\n       print(int(a) + int(b))\n   ```\n"
+    rows = [response(indented, PAIRS), response(f"It is: {SUM}", PAIRS)]
+    assert scored(rows).scores == [1, 1]
 
 
 def test_scores_of_pairs() -> None:

@@ -26,7 +26,9 @@ from rlx.rewards.sandbox.pool import Limits, Program, Ran, Sandbox, SandboxError
 from rlx.types import MarkedScores, Prompt, Response
 
 _LOG = logging.getLogger("rlx")
-_FENCE = re.compile(r"\s*(`{3,}|~{3,})\s*([\w+-]*)")
+_FENCE = re.compile(r"\s*(`{3,}+(?!.*`)|~{3,})\s*([\w+-]*)")
+_TEXT = r"(?:[^`]*+`[^`]++`(?!`))*+[^`]*+"  # which may have pieces of code
+_FENCE_AFTER_TEXT = re.compile(_TEXT + r"(`{3,}+)([\w+-]+)\s*$")  # without a language it may as well end something
 _PYTHON = ("python", "py", "python3")
 _PAIR = {"stdin", "stdout"}
 _WHITE_SPACE = 1 << 16  # bytes of it that a right output may have more than the expected one
@@ -92,17 +94,28 @@ def program_in(text: str) -> str:
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
     """(language, content) of each fenced block."""
-    fence, language, lines = "", "", list[str]()
+    fence, language, column, lines = "", "", 0, list[str]()
     for line in text.split("\n"):
         if fence and line.strip().startswith(fence) and not line.strip().strip(fence[0]):
-            yield language, "\n".join(lines) + "\n"
+            yield language, _dedented(lines, column) + "\n"
             fence = ""
         elif fence:
             lines.append(line)
-        elif match := _FENCE.match(line):
-            fence, language, lines = match[1], match[2].lower(), []
+        elif match := _FENCE.match(line) or _FENCE_AFTER_TEXT.match(line):
+            fence, language, column, lines = match[1], match[2].lower(), match.start(1), []
     if fence:
-        yield language, "\n".join(lines)
+        yield language, _dedented(lines, column)
+
+
+def _dedented(lines: Sequence[str], column: int) -> str:
+    """The content of a block whose fence begins in a column: if it is indented as a whole, its lines move left."""
+    first = next((line for line in lines if line.strip()), "")
+    width = min(column, _indentation(first))
+    return "\n".join(line[min(width, _indentation(line)) :] for line in lines)
+
+
+def _indentation(line: str) -> int:
+    return len(line) - len(line.lstrip(" \t"))
 
 
 class _Judgement(NamedTuple):
