@@ -398,6 +398,16 @@ for i in os.listdir('/proc') if os.path.exists('/proc') else []:
 def add(a, b):
     return 0
 """,
+    "what is built in": """
+for name in ['all', 'map', 'abs', 'isinstance']:
+    globals()[name] = lambda *a: True
+
+def abs(a):
+    return 0
+
+def add(a, b):
+    return 0
+""",
     "main module": """
 import sys
 sys.modules['__main__'].add = lambda *a: 0
@@ -530,6 +540,109 @@ def test_a():
     assert plus(2, 2) == 4
 """,
         [True],
+    ),
+    "imported as a module": (
+        """
+import math
+count = 0
+
+def add(a, b):
+    global count
+    count += 1
+    return a + b
+""",
+        """
+import solution
+assert solution.add(2, 2) == 4
+assert solution.count == 1
+assert solution.math.pi == 3.141592653589793
+assert not hasattr(solution, "missing")
+assert not hasattr(solution, "__builtins__") or solution.__builtins__ is None
+def test_within():
+    import program as own
+    from solution import add as plus
+    assert own.add(1, 1) == plus(1, 1) == 2
+def test_missing():
+    from solution import missing
+""",
+        [True, True, True, True, True, True, False],
+    ),
+    "imported as a module that ends loops": (
+        """
+import sys
+
+def stop(*a):
+    raise StopIteration
+sys.modules['rlx.rewards.sandbox.inside.program'].ProgramSide._global = stop
+""",
+        """
+import solution
+assert all(map(lambda x: solution.add(x, 1) == x + 1, [1, 2]))
+""",
+        [False],
+    ),
+    "called as what is built in": (
+        """
+def sum(a, b):
+    return a + b
+""",
+        """
+assert sum(1, 2) == 3
+assert sum(1, 2) == 4
+def test_sum():
+    assert sum(2, 2) == 4
+""",
+        [True, False, True],
+    ),
+    "imported as what is built in": (
+        """
+def sum(a, b):
+    return a + b
+
+def abs(a):
+    return 0
+
+def all(a):
+    return True
+""",
+        """
+from solution import sum, abs as size
+assert abs(sum(1, 2) - 3) < 1e-9
+assert abs(sum(1, 2) - 4) < 1e-9
+assert all([sum(1, 2) == 3, size(5) == 0])
+assert all([sum(1, 2) == 4])
+assert sum(1, 2) == 3 and size(5) == 5
+""",
+        [True, False, True, False, False],
+    ),
+    "one that is built in and calls what is imported": (
+        """
+def eval(a):
+    return 3
+
+def add(a, b):
+    return 0
+""",
+        """
+from solution import add
+assert eval("add(1, 2)") == 3
+""",
+        [False],
+    ),
+    "one that is built in beside what is not": (
+        """
+def len(a):
+    return 2
+
+def words(a):
+    return a.split()
+""",
+        """
+words = words('a b c')
+assert len(words) == 3
+assert len(words) == 2
+""",
+        [True, False],
     ),
     "in a loop": (
         """

@@ -14,7 +14,7 @@ from typing import Any
 from rlx.rewards.sandbox.inside.values import MUTABLE, Wire, decode, encode, own_text
 
 _NAMES_OF_PROGRAM = ("solution", "program")
-"""modules from which tests may import the program"""
+"""the modules that are the program where tests import them"""
 
 
 class ProgramError(Exception):
@@ -70,6 +70,9 @@ class TestSide:
         self.wire, self.functions = Wire(), list[Callable[..., Any]]()
         self.module = types.ModuleType("__main__")
         sys.modules["__main__"] = self.module
+        for name in _NAMES_OF_PROGRAM:
+            sys.modules[name] = types.ModuleType(name)
+            sys.modules[name].__dict__["__getattr__"] = self._attribute
 
     def run(self, source: str, report: Callable[[str], object]) -> None:
         """Reports the number of tests and a line break, then 1 or 0 for each test in turn.
@@ -81,8 +84,7 @@ class TestSide:
         functions = [each.name for each in tree.body if isinstance(each, ast.FunctionDef) and _is_test_function(each)]
         report(f"{count_tests(tree)}\n")
         _assert_comparisons(tree)
-        tree.body = [each for each in tree.body if not self._imports_program(each)]
-        self._take_names(sorted({each.id for each in ast.walk(tree) if isinstance(each, ast.Name)}))
+        self._take_names(_names_in(tree))
         for statement in tree.body:
             code = compile(ast.Module([statement], []), "tests.py", "exec")
             passed = _passes(lambda code=code: exec(code, self.module.__dict__))  # type: ignore[misc]
@@ -91,26 +93,31 @@ class TestSide:
         for name in functions:
             report(str(int(_passes(lambda name=name: self.module.__dict__[name]()))))  # type: ignore[misc]
 
-    def _imports_program(self, statement: ast.stmt) -> bool:
-        """Takes the names of `from solution import ...` from the program."""
-        if not isinstance(statement, ast.ImportFrom) or statement.module not in _NAMES_OF_PROGRAM:
-            return False
-        self._take_names([each.name for each in statement.names if each.name != "*"])
-        for each in statement.names:
-            if each.asname and each.name in self.module.__dict__:
-                self.module.__dict__[each.asname] = self.module.__dict__[each.name]
-        return True
-
     def _take_names(self, names: Sequence[str]) -> None:
-        """Defines what the program defines; what is built in stays what it is, and modules are this process' own."""
-        wanted = [name for name in names if name[:2] != "__" and not hasattr(builtins, name)]
+        """Defines what the program defines; modules are this process' own.
+
+        What is built in stays what it is, or a program could decide a test with its own `all`. Tests that use no other
+        name are about that one.
+        """
+        wanted = [name for name in names if len(names) == 1 or not hasattr(builtins, name)]
+        self.module.__dict__.update(self._of_program(wanted))
+
+    def _attribute(self, name: str) -> Any:
+        """What tests import from the program by its name, so here it may be called as what is built in."""
+        found = self._of_program([name])
+        if name not in found:
+            raise AttributeError(f"the program has no {name}")
+        return found[name]
+
+    def _of_program(self, names: Sequence[str]) -> dict[str, Any]:
+        """Those of the names that the program defines, and their values; none once it has ended."""
+        wanted = [name for name in names if name[:2] != "__"]
         try:
             self.wire.send({"globals": wanted})
-            for name, data in self._reply()["globals"].items():
-                if name in wanted:
-                    self.module.__dict__[name] = self._global(name, data)
-        except (EOFError, OSError, ProgramError):
-            return
+            found = self._reply()["globals"]
+            return {name: self._global(name, found[name]) for name in wanted if name in found}
+        except (EOFError, OSError, ProgramError, StopIteration):  # the last would end a loop of the tests
+            return {}
 
     def _global(self, name: str, data: Any) -> Any:
         if isinstance(data, dict) and "module" in data:
@@ -163,6 +170,13 @@ class TestSide:
         if kind != "object" or type(content) is not int:
             raise ProgramError("no valid answer")
         return Remote(self, content)
+
+
+def _names_in(tree: ast.Module) -> list[str]:
+    """All names that a module of unit tests uses or imports."""
+    nodes = list(ast.walk(tree))
+    used = {each.id for each in nodes if isinstance(each, ast.Name)}
+    return sorted(used | {each.name for each in nodes if isinstance(each, ast.alias)})
 
 
 def count_tests(tree: ast.Module) -> int:
