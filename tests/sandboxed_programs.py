@@ -574,6 +574,9 @@ import sys
 def stop(*a):
     raise StopIteration
 sys.modules['rlx.rewards.sandbox.inside.program'].ProgramSide._global = stop
+
+def add(a, b):
+    return 0
 """,
         """
 import solution
