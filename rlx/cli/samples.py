@@ -25,6 +25,7 @@ from rlx.samples.reader import KeptCompletion, KeptStep
 from rlx.storage.filesystem import Storage
 
 _ROWS, _CHARACTERS = 16, 280  # of the terminal's table, and of a text in it
+_SHARE = "tracking.completions is the share of the prompts that are kept"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,28 +70,44 @@ def print_completions(args: argparse.Namespace) -> int:
     steps = [step for step in choosing.kept_of(run, args.run, args.step or ()) if step.kind == kind]
     if not steps:
         raise ConfigError(f"run {args.run} has kept no {kind} completions of that")
-    chosen = steps if args.step or args.prompt is not None else steps[-1:]
-    chosen, table = completions_of(run, chosen, args.prompt)
+    is_newest = not args.step and args.prompt is None
+    chosen, table = newest(run, args.run, steps) if is_newest else completions_of(run, steps, args.prompt)
     few = choosing.by_score(table, args.worst, args.best)
     few = few if args.worst or args.best or args.full else few.slice(0, _ROWS)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     print(completions_table(reader.completions(few), width, _CHARACTERS if not args.full else None))
     print(f"\n{kept_summary(run, chosen, table, len(few))}")
+    if is_newest and chosen[0] != steps[-1]:
+        print(f"step {steps[-1].number} is newer and has kept none: {_SHARE}")
     return 0
 
 
-def completions_of(run: Storage, steps: Sequence[KeptStep], prompt: int | None) -> tuple[list[KeptStep], pa.Table]:
-    """Returns steps and their completions, or those of one prompt and the steps that have some.
+def newest(run: Storage, name: str, steps: Sequence[KeptStep]) -> tuple[list[KeptStep], pa.Table]:
+    """Returns the newest step that has kept completions, and these.
 
     Raises:
-        ConfigError: the prompt has none, or a file is damaged.
+        ConfigError: no step has kept any, or a file is damaged.
+    """
+    for step in reversed(steps):
+        if len(table := reader.read(run, step)):
+            return [step], table
+    raise ConfigError(f"no step of run {name} has kept a completion: {_SHARE}")
+
+
+def completions_of(run: Storage, steps: Sequence[KeptStep], prompt: int | None) -> tuple[list[KeptStep], pa.Table]:
+    """Returns the completions of steps, of all prompts or of one, and the steps that have some.
+
+    Raises:
+        ConfigError: there are none, or a file is damaged.
     """
     tables = ((step, reader.read(run, step)) for step in steps)
     if prompt is not None:
-        tables = ((step, own) for step, table in tables if len(own := choosing.of_prompt(table, prompt)))
-    found = list(tables)
+        tables = ((step, choosing.of_prompt(table, prompt)) for step, table in tables)
+    found = [(step, table) for step, table in tables if len(table)]
     if not found:
         where = f"step {steps[0].number}" if len(steps) == 1 else f"{len(steps)} steps"
+        if prompt is None:
+            raise ConfigError(f"{where} has kept no completion: {_SHARE}")
         raise ConfigError(f"--prompt {prompt} has no completion in {where}: it was not drawn, or not kept")
     return [step for step, _ in found], pa.concat_tables([each for _, each in found], promote_options="default")
 
@@ -152,7 +169,8 @@ def write_page(args: argparse.Namespace) -> int:
         raise ConfigError(f"--html {file}: no folder {file.parent}")
     runs = [(name, run_folder.locate(name, args.storage)[1]) for name in names]
     steps = [(name, run, choosing.kept_of(run, name, args.step or ())) for name, run in runs]
-    shown = choosing.shown(steps)
+    if not (shown := choosing.shown(steps)):
+        raise ConfigError(f"no step of run {' and run '.join(names)} has kept a completion: {_SHARE}")
     title = f"Completions of run {' and run '.join(names)}"
     facts = {name: f"{run.path}/completions" for name, run in runs}
     file.write_text(page.completions_page(title, shown, facts))

@@ -67,7 +67,7 @@ def spread(steps: Sequence[KeptStep], count: int) -> list[KeptStep]:
 
 
 def shown(runs: Sequence[tuple[str, Storage, Sequence[KeptStep]]], limits: PageLimits | None = None) -> list[ShownStep]:
-    """What a page shows of runs, each given by its name, its folder and its steps.
+    """What a page shows of runs, each given by its name, its folder and its steps; steps that kept nothing are left out.
 
     Raises:
         ConfigError, StorageError: a file cannot be read.
@@ -83,7 +83,7 @@ def shown(runs: Sequence[tuple[str, Storage, Sequence[KeptStep]]], limits: PageL
         few = within(table, left.completions // share, left.tokens // share)
         left = replace(left, completions=left.completions - len(few), tokens=left.tokens - num_tokens(few))
         result[place] = ShownStep(name, step.kind, step.number, tuple(reader.completions(few)), len(table))
-    return [result[place] for place in range(len(chosen))]
+    return [result[place] for place in range(len(chosen)) if result[place].rows]
 
 
 def within(table: pa.Table, completions: int, tokens: int) -> pa.Table:
@@ -119,7 +119,7 @@ def by_score(table: pa.Table, worst: int | None, best: int | None) -> pa.Table:
         return table
     scores, sign = table["score"].to_pylist(), 1 if best is None else -1
     order = sorted(range(len(scores)), key=lambda place: sign * scores[place])
-    return table.take(order[: worst if best is None else best])
+    return table.take(pa.array(order[: worst if best is None else best], pa.int64()))
 
 
 def _rank(question: str) -> bytes:

@@ -112,6 +112,31 @@ def test_a_page_of_two_runs_is_written(storage: str, tmp_path: Path, capsys: pyt
     assert "step 5" not in file.read_text()
 
 
+def test_steps_that_kept_nothing_are_passed_over(
+    storage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, number in (("one", 6), ("none", 2)):
+        run = open_storage(storage) / "runs" / name
+        writer = CompletionWriter(run, Keeping(1.0, 0, 0, 1), Letters(), pytest.fail)
+        writer.keep(StepCompletions(Kind.TRAINING, number, 8, []))
+        writer.close()
+    for words in ((), ("--worst", "3")):
+        *_, kept, newer = said(capsys, "one", "--storage", storage, *words).splitlines()
+        assert "completions of step 5; mean score 0.375" in kept
+        assert newer.startswith("step 6 is newer and has kept none: tracking.completions is the share")
+    assert "completions of step 5;" in said(capsys, "one", "--storage", storage, "--step", "5", "--step", "6")
+    file = tmp_path / "page.html"
+    out = said(capsys, "one", "--storage", storage, "--html", str(file))
+    assert out == f"9 of 9 completions of 3 steps and evaluations are in {file}\n"
+    for words, error in (
+        (("one", "--step", "6"), "step 6 has kept no completion: tracking.completions"),
+        (("none",), "no step of run none has kept a completion: tracking.completions"),
+        (("none", "--html", str(file)), "no step of run none has kept a completion: tracking.completions"),
+    ):
+        text = said(capsys, *words, "--storage", storage, code=1)
+        assert text.startswith(f"error: {error}") and text.count("\n") == 1
+
+
 def test_what_controls_a_terminal_is_shown_and_not_sent() -> None:
     assert readable("a\nb\x1b[31mc\u202ed é", None) == "a\\nb\\x1b[31mc\\u202ed é"
     assert readable("abcdef", 4) == "abc…" and readable("abcd", 4) == "abcd"
