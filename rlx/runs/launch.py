@@ -163,7 +163,9 @@ def input_files(prepared: PreparedRun) -> dict[str, list[Storage]]:
             found[setting] = [folder / name for name in folder.names() if (folder / name).size() is not None]
     prompts = {"data.source": config.data.source, "data.ptx_source": config.data.ptx_source}
     prompts |= {"eval.source": config.eval.source}
-    prompts |= {f"data.sources {number}": each.source for number, each in enumerate(config.data.sources)}
+    for number, each in enumerate(config.data.sources):
+        prompts |= {f"data.sources {number}": each.source, f"data.sources {number}.held_out": each.held_out}
+    prompts |= {f"eval.sets {each.name}": each.source for each in config.eval.sets}
     for setting, address in prompts.items():
         if address and find_source(address) is FILES:
             filesystem, files = find_files(address, setting)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,32 @@ def test_models_and_prompts_of_a_run_are_files(tiny_model: Path, tmp_path: Path)
     assert {file.name for file in files["model.path"]} >= {"model.safetensors", "config.json", "tokenizer.json"}
     generated = prepared(tiny_model, tmp_path, **{"data.source": "reasoning_gym:chain_sum"})
     assert set(launch.input_files(generated)) == {"model.path"}
+
+
+def test_held_out_prompts_and_those_of_sets_are_files(tiny_model: Path, tmp_path: Path) -> None:
+    for name in ("held", "olympiad"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"question": name, "answer": "1"}) + "\n")
+    ready = prepared(tiny_model, tmp_path)
+    sources = [
+        {"source": str(tmp_path / "sums.jsonl"), "held_out": str(tmp_path / "held.jsonl")},
+        {"source": "reasoning_gym:chain_sum"},
+    ]
+    sets = [{"name": "plain"}, {"name": "hard", "source": str(tmp_path / "olympiad.jsonl")}]
+    tree = {"model.path": str(tiny_model), "data.sources": sources, "eval.sets": sets}
+    files = launch.input_files(replace(ready, config=from_tree(with_overrides({}, tree))))
+    named = {setting: [file.name for file in found] for setting, found in files.items() if setting != "model.path"}
+    assert named == {
+        "data.sources 0": ["sums.jsonl"],
+        "data.sources 0.held_out": ["held.jsonl"],
+        "eval.sets hard": ["olympiad.jsonl"],
+    }
+
+
+def test_files_of_settings_that_earlier_versions_did_not_record_are_no_difference(tmp_path: Path) -> None:
+    (tmp_path / "held.jsonl").write_text("one")
+    here = provenance.made_here({"eval.source": [open_storage(str(tmp_path)) / "held.jsonl"]})
+    (fact,) = verifying.facts_of_files(here.model_copy(update={"files": {}}), here)
+    assert (fact.what, fact.recorded, fact.here, fact.agrees) == ("eval.source", "not recorded", "1 files", None)
 
 
 def test_other_files_and_other_code_are_named(tiny_model: Path, tmp_path: Path) -> None:
