@@ -21,7 +21,7 @@ import ray.train
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlx.data import ray_data, stream
-from rlx.data.stream import PromptRows, Share, TableRows, joined_digest
+from rlx.data.stream import Digest, PromptRows, Share, TableRows, joined_digest
 
 SMALL = 32 * 2**20
 """bytes of a table that ranks read where it lies"""
@@ -45,7 +45,7 @@ class SmallRows:
         return len(self._rows)
 
     @property
-    def digest(self) -> int:
+    def digest(self) -> Digest:
         return self._rows.digest
 
     def request(self, indices: np.ndarray) -> Callable[[], pa.Table]:
@@ -62,7 +62,7 @@ class BlockRows:
 
     blocks: tuple[Any, ...]  # references to their tables
     nodes: dict[str | None, list[int]]  # the numbers of the blocks that lie on each node; None: anywhere
-    summaries: tuple[Any, ...]  # of each node a reference to its blocks' (rows, checksum)
+    summaries: tuple[Any, ...]  # of each node a reference to its blocks' (rows, checksums)
 
     @classmethod
     def of(cls, blocks: tuple[Any, ...]) -> BlockRows:
@@ -81,7 +81,7 @@ class BlockRows:
         return int(self._starts[-1])
 
     @functools.cached_property
-    def digest(self) -> int:
+    def digest(self) -> Digest:
         return joined_digest(self._known)
 
     def request(self, indices: np.ndarray) -> Callable[[], pa.Table]:
@@ -98,8 +98,8 @@ class BlockRows:
         return lambda: stream.picked_rows(pa.concat_tables(ray.get(picked)), order)
 
     @functools.cached_property
-    def _known(self) -> list[tuple[int, int]]:
-        """Each block's rows and checksum."""
+    def _known(self) -> list[tuple[int, Digest]]:
+        """Each block's rows and checksums."""
         numbers = [number for numbers in self.nodes.values() for number in numbers]
         known = [each for summary in ray.get(list(self.summaries)) for each in summary]
         return [each for _, each in sorted(zip(numbers, known, strict=True))]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from rlx.data.stream import PromptRows, joined_digest, permutation
+from rlx.data.stream import Digest, PromptRows, joined_digest, permutation
 
 BLOCK = 64
 """draws of a block"""
@@ -38,7 +38,7 @@ class JoinedRows:
         return [len(part) for part in self.parts]
 
     @functools.cached_property
-    def digest(self) -> int:
+    def digest(self) -> Digest:
         return joined_digest([(len(part), part.digest) for part in self.parts])
 
     def request(self, indices: np.ndarray) -> Callable[[], pa.Table]:

@@ -109,8 +109,8 @@ def _read_block(batch: pa.Table, read: Read, schema: pa.Schema) -> Iterator[pa.T
         yield from read(pickle.loads(piece.as_py()))
 
 
-def summarize_blocks(blocks: Sequence[Any]) -> list[tuple[int, int]]:
-    """Returns the (rows, checksum) of prompts in each of some blocks; runs in a task where they lie."""
+def summarize_blocks(blocks: Sequence[Any]) -> list[tuple[int, stream.Digest]]:
+    """Returns the (rows, checksums) of prompts in each of some blocks; runs in a task where they lie."""
     import ray
 
     return [(len(table), stream.digest_of(table)) for table in map(ray.get, blocks)]

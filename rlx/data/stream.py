@@ -9,10 +9,11 @@ are mixed (mixture.py), and an order that follows from scores (curriculum.py).
 from __future__ import annotations
 
 import functools
+import itertools
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -22,8 +23,15 @@ from rlx.types import Prompt
 
 WINDOW = 4096
 """prompts of a rank that are asked for at once, before the steps need them"""
-_DIGEST = "token_digest"  # of a cursor; cursors of earlier checkpoints do not have it
+_TOKENS, _ANSWERS = "token_digest", "answer_digest"  # of a cursor; cursors of earlier checkpoints do not have them
 _PRIME, _BASE = 2**61 - 1, 1_610_612_741  # of the checksum
+
+
+class Digest(NamedTuple):
+    """The checksums of the rows of a table. They do not depend on how the table is cut into blocks."""
+
+    tokens: int  # of the prompts' token ids
+    answers: int  # of the expected answers, and of the entries of generated rows
 
 
 class PromptRows(Protocol):
@@ -32,8 +40,8 @@ class PromptRows(Protocol):
     def __len__(self) -> int: ...
 
     @property
-    def digest(self) -> int:
-        """The checksum of all token ids, `digest_of` of the whole table."""
+    def digest(self) -> Digest:
+        """`digest_of` of the whole table."""
 
     def request(self, indices: np.ndarray) -> Callable[[], pa.Table]:
         """Starts to fetch the rows at `indices` `[N]`; the returned function waits for them, in that order."""
@@ -49,24 +57,49 @@ class TableRows:
         return len(self.table)
 
     @functools.cached_property
-    def digest(self) -> int:
+    def digest(self) -> Digest:
         return digest_of(self.table)
 
     def request(self, indices: np.ndarray) -> Callable[[], pa.Table]:
         return functools.partial(picked_rows, self.table, indices)
 
 
-def digest_of(table: pa.Table) -> int:
-    """Returns a checksum of the token ids in the rows of a table, in their order."""
-    digest = 0
-    for chunk in table["token_ids"].chunks:
-        numbers = chunk.flatten().to_numpy(zero_copy_only=False).astype(np.int32).tobytes()
-        ends = 4 * np.cumsum(chunk.value_lengths().to_numpy(zero_copy_only=False))
-        start = 0
-        for end in ends.tolist():
-            digest = (digest * _BASE + zlib.crc32(numbers[start:end]) + 1) % _PRIME
-            start = end
+def digest_of(table: pa.Table) -> Digest:
+    """Returns the checksums of the rows of a table, in their order."""
+    tokens = answers = 0
+    for batch in table.to_batches():
+        tokens = _folded(tokens, _token_checksums(batch["token_ids"]))
+        answers = _folded(answers, _answer_checksums(batch))
+    return Digest(tokens, answers)
+
+
+def _folded(digest: int, checksums: Iterable[int]) -> int:
+    for checksum in checksums:
+        digest = (digest * _BASE + checksum + 1) % _PRIME
     return digest
+
+
+def _token_checksums(token_ids: pa.ListArray) -> Iterator[int]:
+    numbers = token_ids.flatten().to_numpy(zero_copy_only=False).astype(np.int32).tobytes()
+    ends = 4 * np.cumsum(token_ids.value_lengths().to_numpy(zero_copy_only=False))
+    return _checksums(numbers, [0, *ends.tolist()])
+
+
+def _answer_checksums(batch: pa.RecordBatch) -> Iterator[int]:
+    """The checksum of each row's expected answer, and of the entry of a generated one."""
+    texts = batch["answer"].cast(pa.large_binary())
+    _, offsets, characters = texts.buffers()
+    ends = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    checksums = _checksums(characters.to_pybytes() if characters else b"", ends.tolist())
+    if "entry" not in batch.schema.names:
+        return checksums
+    entries = batch["entry"].fill_null(0).to_pylist()
+    return (checksum + (entry << 32) for checksum, entry in zip(checksums, entries, strict=True))
+
+
+def _checksums(content: bytes, bounds: Sequence[int]) -> Iterator[int]:
+    """The checksum of the bytes between each two neighbours of `bounds`."""
+    return (zlib.crc32(content[start:end]) for start, end in itertools.pairwise(bounds))
 
 
 def picked_rows(table: pa.Table, rows: np.ndarray) -> pa.Table:
@@ -74,12 +107,13 @@ def picked_rows(table: pa.Table, rows: np.ndarray) -> pa.Table:
     return table.take(pa.array(rows, pa.int64())).combine_chunks()
 
 
-def joined_digest(parts: Iterable[tuple[int, int]]) -> int:
-    """Returns the checksum of successive parts of a table, each given as (its rows, its checksum)."""
-    digest = 0
+def joined_digest(parts: Iterable[tuple[int, Digest]]) -> Digest:
+    """Returns the checksums of successive parts of a table, each given as (its rows, its checksums)."""
+    tokens = answers = 0
     for rows, part in parts:
-        digest = (digest * pow(_BASE, rows, _PRIME) + part) % _PRIME
-    return digest
+        power = pow(_BASE, rows, _PRIME)
+        tokens, answers = (tokens * power + part.tokens) % _PRIME, (answers * power + part.answers) % _PRIME
+    return Digest(tokens, answers)
 
 
 def prompts(rows: PromptRows, ids: Sequence[int]) -> list[Prompt]:
@@ -172,15 +206,17 @@ class PromptStream:
     def cursor(self, position: int | None = None) -> dict[str, int]:
         """Returns what a checkpoint keeps of the stream at a position, the current one if None.
 
-        epoch and offset are the position; seed, size and token_digest identify the prompts that it is a position of.
+        epoch and offset are the position; the others identify the prompts that it is a position of.
         """
+        digest = self.rows.digest
         epoch, offset = divmod(self.position if position is None else position, len(self.rows))
         return {
             "epoch": epoch,
             "offset": offset,
             "seed": self.seed,
             "size": len(self.rows),
-            _DIGEST: self.rows.digest,
+            _TOKENS: digest.tokens,
+            _ANSWERS: digest.answers,
         }
 
     def seek(self, cursor: Mapping[str, int]) -> None:
@@ -194,8 +230,13 @@ class PromptStream:
                 f"the checkpoint's prompts (seed {cursor['seed']}, {cursor['size']} of them) are not those of this run "
                 f"(seed {self.seed}, {len(self.rows)} of them)"
             )
-        if cursor.get(_DIGEST, self.rows.digest) != self.rows.digest:
-            raise ConfigError("the checkpoint's prompts are not those of this run: their texts or tokens differ")
+        digest = self.rows.digest
+        for key, own, what in (
+            (_TOKENS, digest.tokens, "texts or tokens"),
+            (_ANSWERS, digest.answers, "expected answers"),
+        ):
+            if cursor.get(key, own) != own:
+                raise ConfigError(f"the checkpoint's prompts are not those of this run: their {what} differ")
         self.position = cursor["epoch"] * cursor["size"] + cursor["offset"]
 
     def _window(self, start: int) -> _Window:

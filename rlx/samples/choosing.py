@@ -67,7 +67,9 @@ def spread(steps: Sequence[KeptStep], count: int) -> list[KeptStep]:
 
 
 def shown(runs: Sequence[tuple[str, Storage, Sequence[KeptStep]]], limits: PageLimits | None = None) -> list[ShownStep]:
-    """What a page shows of runs, each given by its name, its folder and its steps; steps that kept nothing are left out.
+    """What a page shows of runs, each given by its name, its folder and its steps.
+
+    Steps that have kept nothing are left out.
 
     Raises:
         ConfigError, StorageError: a file cannot be read.

@@ -83,7 +83,7 @@ def test_a_stream_continues_at_its_cursor_on_other_ranks_too() -> None:
     stream = PromptStream(rows_of(10), seed=2)
     ids(stream, 24)
     cursor = json.loads(json.dumps(stream.cursor()))
-    assert {name: cursor[name] for name in cursor if name != "token_digest"} == {
+    assert {name: cursor[name] for name in cursor if not name.endswith("_digest")} == {
         "epoch": 2,
         "offset": 4,
         "seed": 2,
@@ -108,13 +108,31 @@ def test_a_cursor_of_other_prompts_is_refused(size: int, seed: int) -> None:
 @pytest.mark.parametrize("tokens", [[[1], [2, 3], [5]], [[1, 2], [3], [4]], [[3], [1], [2]]])
 def test_a_cursor_of_as_many_prompts_with_other_tokens_is_refused(tokens: list[list[int]]) -> None:
     def stream(ids: list[list[int]], chunks: int = 1) -> PromptStream:
-        parts = [pa.table({"token_ids": pa.array(ids[i::chunks], pa.list_(pa.int64()))}) for i in range(chunks)]
+        parts = [
+            pa.table({"token_ids": pa.array(part, pa.list_(pa.int64())), "answer": ["yes"] * len(part)})
+            for part in (ids[i::chunks] for i in range(chunks))
+        ]
         return PromptStream(TableRows(pa.concat_tables(parts)), seed=1)
 
     cursor = stream([[1], [2, 3], [4]]).cursor()
     stream([[1], [4], [2, 3]], chunks=2).seek(cursor)  # how the table lies in memory is nothing of the prompts
     with pytest.raises(ConfigError, match=r"prompts are not those of this run: their texts or tokens differ$"):
         stream(tokens).seek(cursor)
+
+
+@pytest.mark.parametrize(
+    ("answers", "entries"), [(["2", "", "5"], [7, 8, 9]), (["", "24", ""], [7, 8, 9]), (["2", "", "4"], [7, 9, 8])]
+)
+def test_a_cursor_of_the_same_prompts_with_other_answers_is_refused(answers: list[str], entries: list[int]) -> None:
+    def stream(answers: list[str], entries: list[int]) -> PromptStream:
+        columns = {"question": ["a", "b", "c"], "answer": answers, "token_ids": [[1], [2], [3]], "entry": entries}
+        return PromptStream(TableRows(pa.table(columns)), seed=1)
+
+    cursor = stream(["2", "", "4"], [7, 8, 9]).cursor()
+    stream(["2", "", "4"], [7, 8, 9]).seek(cursor)
+    with pytest.raises(ConfigError, match=r"prompts are not those of this run: their expected answers differ$"):
+        stream(answers, entries).seek(cursor)
+    stream(answers, entries).seek({name: cursor[name] for name in cursor if name != "answer_digest"})  # of before
 
 
 def test_a_cursor_of_an_earlier_version_is_taken_without_its_checksum() -> None:
@@ -186,4 +204,8 @@ def test_the_checksum_of_parts_is_that_of_the_whole() -> None:
         parts = [whole.slice(start, stop - start) for start, stop in itertools.pairwise(cuts)]
         assert stream.joined_digest((len(part), stream.digest_of(part)) for part in parts) == stream.digest_of(whole)
     assert stream.digest_of(whole.slice(0, 9)) != stream.digest_of(whole)
-    assert 0 <= stream.digest_of(whole) < 2**63
+    assert all(0 <= digest < 2**63 for digest in stream.digest_of(whole))
+
+
+def test_the_checksum_of_tokens_is_that_of_earlier_versions() -> None:
+    assert stream.digest_of(table(10)).tokens == 965525203214836687
