@@ -39,14 +39,17 @@ METRICS = {
     "eval/reward": "mean score on held-out prompts, greedy decoding",
     "eval/length": "mean response length on held-out prompts, in tokens",
     "eval/questions": "how many held-out prompts there are; eval.num_prompts but for prompts that are there twice",
+    "eval/failed_fraction": "fraction of the held-out prompts whose environment failed; their answers count as wrong",
     "eval/ema/accuracy": "eval/accuracy of the averaged weights (train.ema_decay)",
     "eval/ema/reward": "eval/reward of the averaged weights",
     "eval/ema/length": "eval/length of the averaged weights",
+    "eval/ema/failed_fraction": "eval/failed_fraction of the averaged weights",
     "eval/SET/avg_at_K": "share of right answers to the questions of one of eval.sets, with K sampled answers to each",
     "eval/SET/pass_at_K": "chance that one of K sampled answers is right (unbiased), mean over the questions",
     "eval/SET/maj_at_K": "share of the questions whose most frequent answer of K is right; a part where several are",
     "eval/SET/reward": "mean score on the questions of one of eval.sets",
     "eval/SET/length": "mean response length on these questions, in tokens",
+    "eval/SET/failed_fraction": "fraction of the answers to them whose environment failed; they count as wrong",
     "eval/SET/METRIC_se": "standard error of that metric: how much the choice of these questions and samples moves it",
     "kl/ref": "mean KL(policy || reference) per token in nats, the k3 estimate, before the update",
     "kl/penalty": "mean per token of the KL estimate that is penalised (algorithm.kl_estimator), before the update",
@@ -120,7 +123,7 @@ METRICS = {
 MEASURED = ("time/", "memory/", "system/", "tokens/rollout_per_s", "tokens/update_per_s", "best/")
 """what the names of metrics begin with that differ between any two runs, or that a run ends with; all others are equal
 to the last bit in runs of the same settings on CPUs"""
-_OF_SET = re.compile(r"eval/[^/]+/(?:(avg|pass|maj)_at_\d+|(reward|length))(_se)?")
+_OF_SET = re.compile(r"eval/[^/]+/(?:(avg|pass|maj)_at_\d+|(reward|length|failed_fraction))(_se)?")
 
 
 def meaning(metric: str) -> str | None:

@@ -96,6 +96,16 @@ def mean_over_ranks(trainer: Trainer, scored: Sequence[ScoredCompletion], prefix
     return over_ranks(trainer, updates) | by_source(trainer, labels, scored, f"{prefix}/accuracy", f"{prefix}/reward")
 
 
+def failed_fraction(trainer: Trainer, scored: Sequence[ScoredCompletion], prefix: str) -> dict[str, float]:
+    """The share of all ranks' answers whose environment has failed, which count as wrong; a collective call.
+
+    Without an environment it is no call, and nothing.
+    """
+    if not trainer.config.environment.name:
+        return {}
+    return over_ranks(trainer, {f"{prefix}/failed_fraction": (Mean, [each.completion.has_failed for each in scored])})
+
+
 def by_source(
     trainer: Trainer, labels: Sequence[str], scored: Sequence[ScoredCompletion], accuracy: str, reward: str
 ) -> dict[str, float]:

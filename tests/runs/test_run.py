@@ -43,6 +43,8 @@ ONLY_WHEN_ASKED_FOR = {
     "eval/accuracy/SOURCE",
     "eval/reward/SOURCE",
     "groups/generated",
+    "eval/failed_fraction",
+    "eval/ema/failed_fraction",
     "eval/ema/accuracy",
     "eval/ema/reward",
     "eval/ema/length",

@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +20,12 @@ from rlx.mesh import Mesh
 from rlx.samples import evaluations
 from rlx.samples.evaluations import EvaluationFile, Outcomes
 from rlx.storage.addresses import open_storage
-from rlx.training.evaluation.evaluate import unread_answers
+from rlx.tracking.metrics import meaning
+from rlx.training.evaluation.evaluate import record_outcomes, unread_answers
 from rlx.training.evaluation.outcomes import eval_metrics, gather_outcomes
 from rlx.training.evaluation.sets import QuestionSet, set_sampling
 from rlx.training.setup.rollouts import sampling_of
-from rlx.types import Completion, Prompt, Sampling, ScoredCompletion
+from rlx.types import Completion, Episode, Observation, Prompt, Sampling, ScoredCompletion
 
 SET = EvalSetConfig(name="sums", samples=3)
 # The answers to each of three questions, of which "4" is right; the number is their length.
@@ -88,6 +90,51 @@ def test_outcomes_and_metrics_by_hand_on_any_ranks(ranks: int, on_ranks: OnRanks
     checksums = [zlib.crc32(np.array([7, row], np.int32).tobytes()) for row in range(3)]
     names = [f"{label}/{row}/{crc:08x}" for row, (label, crc) in enumerate(zip("aba", checksums, strict=True))]
     assert outcomes.questions == names
+
+
+def recorded(rank: int, ranks: int) -> list[dict[str, float]]:
+    """The metrics of the three questions in each evaluation, without an environment and with one; see `episode`."""
+    answers = [
+        replace(each, completion=replace(each.completion, episode=episode(each.completion)))
+        for row in range(rank, 3, ranks)
+        for each in scored(row)
+    ]
+    collector: Any = SimpleNamespace(keep_outcomes=lambda *given: None)
+    found = []
+    for name in PREFIXES:
+        own: Any = {"prompts": [], "samplings": [None] * 3, "score": None, "every": 1, "labels": ["a", "b"]}
+        questions = QuestionSet(name=name, size=3, settings=SET if name == "sums" else None, **own)
+        for environment in (None, "game"):
+            config = SimpleNamespace(environment=SimpleNamespace(name=environment), data=SimpleNamespace(labels=[]))
+            here = {"mesh": Mesh.of("cpu", 1), "device": torch.device("cpu"), "aggregates": {}}
+            trainer: Any = SimpleNamespace(config=config, step=1, **here)
+            found.append(record_outcomes(trainer, collector, questions, answers))
+    return found
+
+
+def episode(completion: Completion) -> Episode:
+    """One whose environment has failed, for two of the three answers to question 1."""
+    fails = completion.prompt.id == 1 and completion.sample > 0
+    return Episode(Observation(), (), failure="raised OSError" if fails else "")
+
+
+PREFIXES = {"held_out": "eval", "ema": "eval/ema", "sums": "eval/sums"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_episodes_whose_environment_failed_are_counted(ranks: int, on_ranks: OnRanks) -> None:
+    results = on_ranks(ranks, recorded)
+    assert all(each == results[0] for each in results)
+    for prefix, plain, found in zip(PREFIXES.values(), results[0][::2], results[0][1::2], strict=True):
+        name = f"{prefix}/failed_fraction"
+        assert meaning(name) and name not in plain
+        assert found == plain | {name: pytest.approx(2 / 9)}
+
+
+def test_a_resume_knows_which_share_of_a_set_had_failed() -> None:
+    config = from_tree({"eval": {"sets": [{"name": "sums"}]}}).eval
+    known = {"eval/failed_fraction": 0.1, "eval/sums/failed_fraction": 0.2}
+    assert config.still_measured(known | {"eval/gone/failed_fraction": 0.3}) == known
 
 
 def test_one_question_has_no_standard_error() -> None:

@@ -332,7 +332,7 @@ class EvalConfig(Section):
     def still_measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Metrics without those of sets, or of numbers of samples, that it does not have."""
         names = {name for each in self.sets for name in each.metrics}
-        names |= {error_of(name) for name in names}
+        names |= {error_of(name) for name in names} | {f"eval/{each.name}/failed_fraction" for each in self.sets}
         return {name: value for name, value in metrics.items() if name in names or not _is_of_set(name)}
 
     def every_of(self, metric: str) -> int:

@@ -16,7 +16,7 @@ from rlx.samples.evaluations import AVERAGED, HELD_OUT
 from rlx.training.collector import RolloutCollector
 from rlx.training.evaluation.outcomes import eval_metrics, gather_outcomes
 from rlx.training.evaluation.sets import QuestionSet
-from rlx.training.metrics import mean_over_ranks, sample_rows
+from rlx.training.metrics import failed_fraction, mean_over_ranks, sample_rows
 from rlx.training.trainer import Trainer
 from rlx.types import ScoredCompletion
 
@@ -96,7 +96,8 @@ def record_outcomes(
     """Keeps the outcomes of a set of questions, and returns its metrics; a collective call."""
     outcomes = gather_outcomes(trainer, each, scored)
     collector.keep_outcomes(trainer.step, each.name, outcomes)
+    failed = failed_fraction(trainer, scored, _PREFIXES.get(each.name, f"eval/{each.name}"))
     if each.settings:
-        return eval_metrics(each.settings, outcomes)
-    metrics = mean_over_ranks(trainer, scored, _PREFIXES[each.name])
+        return eval_metrics(each.settings, outcomes) | failed
+    metrics = mean_over_ranks(trainer, scored, _PREFIXES[each.name]) | failed
     return metrics | ({"eval/questions": float(each.size)} if each.name == HELD_OUT else {})
