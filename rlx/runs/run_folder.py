@@ -386,17 +386,6 @@ def check_start(config: RunConfig) -> None:
         check_resumable(config, from_tree(checkpoint.manifest.config | {"checkpoint": config.checkpoint.model_dump()}))
 
 
-def first_step(config: RunConfig) -> int:
-    """Returns the step that a new run goes on from: that of the checkpoint of which it takes all state, otherwise 0.
-
-    The name of a checkpoint that is no longer there still tells it.
-    """
-    settings = config.checkpoint
-    if not settings.init_from or settings.init_state != "all":
-        return 0
-    return max(0, checkpoint_catalog.read_checkpoint(open_storage(settings.init_from, create=False)).step)
-
-
 def _complete(checkpoint: CheckpointEntry) -> CheckpointEntry:
     if not checkpoint.manifest:
         raise ConfigError(f"checkpoint {checkpoint.folder.path} is not complete: {checkpoint.problem}")

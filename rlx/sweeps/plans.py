@@ -28,13 +28,16 @@ from rlx.cluster.resources import cluster_nodes
 from rlx.config.errors import ConfigError
 from rlx.config.experiment import over_experiment
 from rlx.config.loading import from_tree, with_overrides
-from rlx.config.run import RunConfig
 from rlx.config.sections.algorithm import AlgorithmConfig
 from rlx.config.sections.base import flatten
+from rlx.config.sections.data import EvalConfig
+from rlx.config.sections.records import CheckpointConfig
 from rlx.config.sweep import DEFAULT_METRIC, OF_THE_MACHINE
 from rlx.runs import run_folder
 from rlx.runs.run_folder import holds_run
 from rlx.storage import signatures
+from rlx.storage.addresses import open_storage
+from rlx.storage.checkpoint_catalog import read_checkpoint
 from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import SIGNATURE, Signer
 from rlx.sweeps import searchers
@@ -117,7 +120,7 @@ def planned_cost(plan: SweepPlan, space: Space) -> Cost:
 
     Each trial counts as one with the largest numbers of the space; a step takes so much longer as it has more tokens.
     """
-    config, start = plan.config, run_folder.first_step(plan.config)
+    config, start = plan.config, first_step(plan.config.checkpoint)
     steps = config.train.steps - start
     own = {key: flatten(config)[key] for key in _SIZES}
     prompts, samples, tokens = (max(map(int, values_of(space, key, value))) for key, value in own.items())
@@ -125,7 +128,7 @@ def planned_cost(plan: SweepPlan, space: Space) -> Cost:
     least = config.train.prompts_per_step * config.algorithm.most_completions(config.train.samples_per_prompt)
     longer = max(1.0, tokens / config.rollout.max_tokens)
     step, evaluation = _newest_times(plan) if plan.gpus else (math.nan, math.nan)
-    pauses = longer * evaluation * _evaluations(config, start) / steps
+    pauses = longer * evaluation * _evaluations(config.eval, start, config.train.steps) / steps
     run = run_cost(steps, answers, tokens, plan.gpus, longer * max(1.0, answers / least) * step + pauses)
     return run.times(plan.trials * (plan.max_seeds or plan.seeds))
 
@@ -137,10 +140,20 @@ def _algorithms(plan: SweepPlan, space: Space) -> list[AlgorithmConfig]:
     return [AlgorithmConfig.model_validate(tree.get("algorithm", {})) for tree in trees]
 
 
-def _evaluations(config: RunConfig, start: int) -> int:
+def first_step(settings: CheckpointConfig) -> int:
+    """Returns the step that new runs go on from: that of the checkpoint of which they take all state, otherwise 0.
+
+    The name of a checkpoint that is no longer there still tells it.
+    """
+    if not settings.init_from or settings.init_state != "all":
+        return 0
+    return max(0, read_checkpoint(open_storage(settings.init_from, create=False)).step)
+
+
+def _evaluations(settings: EvalConfig, start: int, steps: int) -> int:
     """Returns how often a run that goes on from a step evaluates: also before the first step, and after the last."""
-    every = {config.eval.every, *(config.eval.of(each).every for each in config.eval.sets)} - {0}
-    due = (step for step in range(start + 1, config.train.steps) if any(step % each == 0 for each in every))
+    every = {settings.every, *(settings.of(each).every for each in settings.sets)} - {0}
+    due = (step for step in range(start + 1, steps) if any(step % each == 0 for each in every))
     return (start == 0) + sum(1 for _ in due) + 1
 
 

@@ -325,15 +325,6 @@ def test_a_run_starts_from_a_checkpoint_that_fits(tmp_path: Path) -> None:
     run_folder.check_start(starting(place, "weights", train__steps=3, seed=9))  # its own steps, its own prompts
 
 
-def test_a_run_goes_on_from_the_step_of_the_checkpoint_whose_state_it_takes(tmp_path: Path) -> None:
-    place = put(tmp_path, 5, train__steps=5).folder
-    assert run_folder.first_step(RunConfig(name="b")) == run_folder.first_step(starting(place.path, "weights")) == 0
-    config = starting(place.path, train__steps=6)
-    assert run_folder.first_step(config) == 5
-    place.delete()  # a sweep that is resumed says again what it costs
-    assert run_folder.first_step(config) == 5
-
-
 def test_a_checkpoint_that_has_a_start_of_its_own_is_one_to_start_from(tmp_path: Path) -> None:
     place = put(tmp_path, 5, checkpoint__init_from="/elsewhere/step_000001", train__steps=5).folder.path
     run_folder.check_start(starting(place, train__steps=6))

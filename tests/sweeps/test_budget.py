@@ -134,6 +134,8 @@ def test_a_branched_sweep_costs_the_steps_that_its_trials_do(plan: SweepPlan, tm
     branched = replace(plan, tree=plan.tree | whole)
     assert plans.planned_cost(branched, {}) == (12 * 5, 12 * 5 * 8 * 10, 0)
     assert with_budget(branched, "35steps").trials == 2  # each takes three seeds of five steps
+    shutil.rmtree(start)  # a resume says again what the sweep costs
+    assert plans.planned_cost(branched, {}).steps == 60
     fresh = replace(plan, tree=plan.tree | {"checkpoint": {"init_from": str(start)}})
     assert plans.planned_cost(fresh, {}).steps == 240
     own = {f"{section}.{key}": value for section in ("train", "rollout") for key, value in plan.tree[section].items()}
