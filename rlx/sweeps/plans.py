@@ -65,8 +65,7 @@ _SPACE_FILE = "space.py"
 _PATIENCE_S = 10.0  # longest wait for the tracking service
 _SIZES = ("train.prompts_per_step", "train.samples_per_prompt", "rollout.max_tokens")
 """settings whose product is the most tokens of a step"""
-_ROUNDS = ("algorithm.advantage", "algorithm.filter_groups", "algorithm.filter_rounds")
-"""settings that add answers to those that a step trains on"""
+_ROUNDS = ("algorithm.advantage", "algorithm.filter_groups", "algorithm.filter_rounds")  # of answers in a step
 _TIMED_BY = ("model.path", *_SIZES)
 """settings on which the duration of a step and the length of its answers depend most"""
 
