@@ -73,7 +73,14 @@ def _with_exponents(value: Any) -> Any:
     return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
 
 
-Params = Annotated[dict[str, Any], pydantic.AfterValidator(_with_exponents)]
+def _check_params(params: dict[str, Any]) -> Any:
+    try:
+        return _with_exponents(params)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+Params = Annotated[dict[str, Any], pydantic.AfterValidator(_check_params)]
 """settings of something that is not rlx's, by name"""
 Arguments = Annotated[Params, pydantic.AfterValidator(_check_names)]
 """arguments of a function of another library, by name"""
