@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlx.environments.base import messages_of, tool_methods
+from rlx.environments.base import has_steps, messages_of, tool_methods
 from rlx.types import Observation
 
 _MARKED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
@@ -39,9 +39,13 @@ class Call:
 def schemas(found: type[Any]) -> list[dict[str, Any]]:
     """The tools of a class as chat templates take them: JSON schemas, from docstrings and annotations.
 
+    A class with steps has none.
+
     Raises:
         ValueError: a tool's docstring or annotations do not say what its parameters are.
     """
+    if has_steps(found):
+        return []
     from transformers.utils import get_json_schema  # takes seconds to import
 
     blank = object.__new__(found)

@@ -79,13 +79,12 @@ def _trial(settings: HostSettings) -> Callable[[TaskRow], tuple[str, bool]]:
 
 def _undescribed(name: str) -> str:
     """Why a tool of an environment cannot be described to a model; empty if all can, or there are none."""
-    from rlx.environments.base import has_steps, load_environment
+    from rlx.environments.base import load_environment
     from rlx.environments.tools import schemas
 
     found = load_environment(name)
     try:
-        if not has_steps(found):
-            schemas(found)
+        schemas(found)
     except ValueError as error:
         return one_line(error)
     return ""

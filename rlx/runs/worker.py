@@ -31,7 +31,7 @@ from rlx.config.sections.data import DataConfig
 from rlx.config.sections.rollout import EnvironmentConfig
 from rlx.data import prompts, sources
 from rlx.data.stream import Share
-from rlx.environments.base import has_steps, load_environment
+from rlx.environments.base import load_environment
 from rlx.environments.pool import ActorHost, EnvironmentPool
 from rlx.environments.tools import schemas
 from rlx.mesh import Mesh, gather_objects
@@ -356,7 +356,7 @@ def dialogue_of(environment: EnvironmentConfig, data: DataConfig, tokenizer: Any
     """
     found = load_environment(str(environment.name))
     try:
-        tools = [] if has_steps(found) else schemas(found)
+        tools = schemas(found)
     except ValueError as error:
         raise ConfigError(f"environment.name {environment.name}: {one_line(error)}") from None
     return Dialogue(tokenizer, tools, data.chat_template_args, extends=environment.history == "extend")
