@@ -51,7 +51,8 @@ class Selection:
             wanted: groups that this replica trains on.
             samples: completions of a group.
             filtered: leave out groups whose scores, or right answers, are all equal.
-            greedy: each group has one more completion at its end, the greedy one. The others get its score.
+            greedy: each group has one more completion at its end, the greedy one. The others get its score, or
+                their own if its environment failed, so that nothing is learnt from them.
             immediate: `take` gives groups as they come, instead of all at the end.
             by_correct: right answers count, not scores.
         """
@@ -73,7 +74,9 @@ class Selection:
         for start in range(0, len(scored), size):
             group = list(scored[start : start + self.samples])
             if self.greedy:
-                group = [replace(each, greedy_score=scored[start + self.samples].score) for each in group]
+                last = scored[start + self.samples]
+                failed = last.completion.has_failed
+                group = [replace(each, greedy_score=each.score if failed else last.score) for each in group]
             counted = [each for each in group if not each.completion.has_failed]
             self.varied += len({each.score for each in counted}) > 1
             compared = {each.is_correct if self.by_correct else each.score for each in counted}

@@ -89,6 +89,16 @@ def test_groups_are_alike_or_not_without_episodes_whose_environment_failed(by_co
     assert selection.take(last=True) == [*groups[1], *groups[0], *groups[2], *groups[3]]
 
 
+@pytest.mark.parametrize(("failure", "expected"), [("", [0.25, 0.25]), ("it has died", [1.0, 0.5])])
+def test_a_greedy_episode_whose_environment_failed_is_no_baseline(failure: str, expected: list[float]) -> None:
+    episode = Episode(Observation(), (), failure=failure)
+    rows = [ScoredCompletion(COMPLETIONS[0], score, False, {}) for score in (1.0, 0.5)]
+    rows.append(ScoredCompletion(replace(COMPLETIONS[0], episode=episode), 0.25, False, {}))
+    selection = Selection(1, 2, filtered=False, greedy=True)
+    selection.add(rows)
+    assert [each.greedy_score for each in selection.take(last=True)] == expected
+
+
 def test_only_one_rank_of_a_replica_scores() -> None:
     class Other:
         is_leader = False
