@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -21,8 +22,10 @@ from rlx.tracking.services import mlflow, mlflow_page
 
 
 @pytest.fixture
-def uri(tmp_path: Path) -> str:
-    return mlflow.default_uri(tmp_path / "store")
+def uri(tmp_path: Path, empty_database: Path) -> str:
+    (folder := tmp_path / "store").mkdir()
+    shutil.copy(empty_database, folder)
+    return mlflow.default_uri(folder)
 
 
 def test_a_model_is_stored_with_its_run_and_registered_under_the_next_version(uri: str, tmp_path: Path) -> None:
