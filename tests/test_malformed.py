@@ -46,7 +46,7 @@ from rlx.storage.filesystem import Storage, StorageError
 from rlx.sweeps import plans
 from rlx.sweeps.records import SweepPlan, TrialRecords
 from rlx.sweeps.space import load_space
-from rlx.tracking import console
+from rlx.tracking import console, outbox
 from rlx.types import Prompt, Response
 
 T = TypeVar("T")
@@ -460,7 +460,7 @@ def test_any_address_is_resolved_or_refused(address: str, tmp_path: Path, monkey
 # --- what a run keeps beside its checkpoints
 
 GOOD: dict[str, tuple[bytes, Callable[[Storage], Any]]] = {
-    "run.json": (b'{"mlflow_run": "0123"}', run_folder.mlflow_run),
+    "run.json": (b'{"mlflow_run": "0123"}', outbox.run_id),
     "result.json": (
         b'{"step": 40, "eval/accuracy": 0.5}',
         lambda folder: finished_metrics(folder, RunConfig().train.steps),
@@ -484,7 +484,7 @@ def test_a_damaged_record_of_a_run_is_named(record: tuple[str, bytes], tmp_path:
     found = used_or_refused(lambda: GOOD[name][1](Storage.local(tmp_path)), ConfigError, str(tmp_path / name))
     assert contents(tmp_path) == before
     if name == "run.json" and found is not None:
-        assert found == json.loads(content)["mlflow_run"]
+        assert found == str(json.loads(content)["mlflow_run"])
     elif name == "result.json" and found is not None:
         console.metrics_line(found)  # what a resume shows of it
         assert found["step"] >= RunConfig().train.steps

@@ -125,9 +125,15 @@ def find(runs: Storage, name: str) -> Storage:
     Raises:
         ConfigError: there is no run of that name; the text has the nearest name.
     """
-    if "/" in name or len(name) > 128 or not holds_run(runs / name):
-        raise ConfigError(f"no run {name[:128]!r} in {runs.path}{nearest(name, runs.names())}")
-    return runs / name
+    if "/" not in name and len(name) <= 128 and holds_run(runs / name):
+        return runs / name
+    names = runs.names()
+    if name in names:
+        raise ConfigError(
+            f"run {name!r} in {runs.path} has not begun, its start was interrupted: rlx train --name {name} begins it"
+        )
+    begun = [each for each in names if holds_run(runs / each)]
+    raise ConfigError(f"no run {name[:128]!r} in {runs.path}{nearest(name, begun)}")
 
 
 def locate(which: str, storage: str) -> tuple[str, Storage]:
@@ -158,22 +164,6 @@ def saved_config(folder: Storage) -> dict[str, Any]:
         raise ConfigError(f"no run to resume in {folder.path}")
     file = folder / "config.yaml"
     return _read(file, lambda: dict(parse_yaml(file.read_text())))
-
-
-def mlflow_run(folder: Storage) -> str:
-    """Returns the id of a run's MLflow run.
-
-    Raises:
-        ConfigError: run.json cannot be read.
-    """
-    file = folder / "run.json"
-
-    def run_id() -> str:
-        if not isinstance(value := file.read_json()["mlflow_run"], str):
-            raise TypeError(value)
-        return value
-
-    return _read(file, run_id)
 
 
 def finished_metrics(folder: Storage, steps: int) -> dict[str, Any] | None:

@@ -116,11 +116,10 @@ def read_run_record(folder: Storage) -> RunRecord:
     if not file.exists():
         return RunRecord()
     try:
-        saved = file.read_json()
-    except (ValueError, TypeError):
+        texts = {name: str(value) for name, value in file.read_json().items() if value is not None}
+        ids = {name.removesuffix(_ID): value for name, value in texts.items() if name.endswith(_ID)}
+    except (ValueError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
-    texts = {name: str(value) for name, value in saved.items() if value is not None}
-    ids = {name.removesuffix(_ID): value for name, value in texts.items() if name.endswith(_ID)}
     return RunRecord(ids, texts.get("key"))
 
 

@@ -59,13 +59,12 @@ def made_here(files: Mapping[str, Sequence[Storage]]) -> Provenance:
 def begin_record(run: Storage, files: Mapping[str, Sequence[Storage]]) -> None:
     """Writes what a run is made with into its folder, from a thread: the checksums of large models take a while.
 
-    A run that has such a file keeps it: a resume may have been made with something else, but did not begin with it.
+    It replaces what a start that was interrupted has left there. A resume writes none: the run did not begin with it.
     """
 
     def write() -> None:
         try:
-            if not (run / PROVENANCE).exists():
-                (run / PROVENANCE).write_text(made_here(files).model_dump_json(indent=1))
+            (run / PROVENANCE).write_text(made_here(files).model_dump_json(indent=1))
         except OSError:  # the run goes on without it
             return
 

@@ -16,6 +16,7 @@ from shared import KILLED_S, LIKE_TINY, History, Script, assert_all_end, mlflow_
 from rlx.runs import run_folder
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
+from rlx.tracking import outbox
 from rlx.tracking.metrics import MEASURED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
@@ -49,7 +50,7 @@ class Place:
         return [*where, *run, "--checkpoint.every", "2", "--scaling.num-workers", str(ranks)]
 
     def history(self, name: str) -> History:
-        run_id = run_folder.mlflow_run(open_storage(self.address) / "runs" / name)
+        run_id = outbox.run_id(open_storage(self.address) / "runs" / name)
         whole = mlflow_history(self.records, run_id)
         return {key: by_step for key, by_step in whole.items() if not key.startswith(MEASURED)}
 

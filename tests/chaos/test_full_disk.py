@@ -21,7 +21,7 @@ import s3
 from shared import LIKE_TINY, mlflow_history
 
 from rlx.cluster.watch import lack_of_room, lacks_room_for_objects
-from rlx.runs import preflight, run_folder
+from rlx.runs import preflight
 from rlx.storage.filesystem import Storage, StorageError, retry
 from rlx.tracking import outbox
 from rlx.tracking.services.mlflow import MLflowService
@@ -160,7 +160,7 @@ def test_a_run_whose_outbox_alone_is_full_ends_in_one_line_and_its_resume_record
         (disk / "fill").unlink()
         code, said = rlx("train", "--resume", "mine", "--storage", str(tmp_path), seconds=300)
         assert code == 0, said
-    recorded = mlflow_history(tmp_path, run_folder.mlflow_run(Storage.local(folder)))
+    recorded = mlflow_history(tmp_path, outbox.run_id(Storage.local(folder)))
     assert {step: len(values) for step, values in recorded["reward/mean"].items()} == dict.fromkeys(range(1, 13), 1)
 
 

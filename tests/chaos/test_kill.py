@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from shared import KILLED_S, LIKE_TINY, History, Script, assert_all_end, mlflow_history
 
-from rlx.runs import run_folder
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
+from rlx.tracking import outbox
 from rlx.tracking.metrics import MEASURED
 from rlx.tracking.services import mlflow
 
@@ -35,7 +35,7 @@ def words(storage: Path, model: Path, name: str, steps: int) -> list[str]:
 
 
 def history(storage: Path, name: str) -> History:
-    whole = mlflow_history(storage, run_folder.mlflow_run(open_storage(str(storage)) / "runs" / name))
+    whole = mlflow_history(storage, outbox.run_id(open_storage(str(storage)) / "runs" / name))
     return {key: by_step for key, by_step in whole.items() if not key.startswith(MEASURED)}
 
 
@@ -75,7 +75,7 @@ def test_ctrl_c_ends_a_run_cleanly(tiny_model: Path, tmp_path: Path, script: Sta
         f"interrupted: rlx train --resume stopped --storage {tmp_path} continues the run from its newest checkpoint\n"
     )
     assert newest(tmp_path, "stopped") == run.step()
-    assert status(tmp_path, run_folder.mlflow_run(open_storage(str(tmp_path)) / "runs" / "stopped")) == "KILLED"
+    assert status(tmp_path, outbox.run_id(open_storage(str(tmp_path)) / "runs" / "stopped")) == "KILLED"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])

@@ -14,9 +14,9 @@ import pytest
 from run_cases import comparable
 from shared import KILLED_S, LIKE_TINY, Script, assert_all_end, mlflow_history
 
-from rlx.runs.run_folder import mlflow_run
 from rlx.storage.addresses import open_storage
 from rlx.sweeps.records import TrialRecords
+from rlx.tracking.outbox import run_id
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +48,7 @@ def outcome(storage: Path, name: str) -> dict[str, Any]:
     """What a sweep came to: its trials' records, and all that they logged, to the last bit."""
     folder = open_storage(str(storage)) / "sweeps" / name
     histories = {
-        trial: mlflow_history(storage, mlflow_run(folder / "runs" / trial)) for trial in (folder / "runs").names()
+        trial: mlflow_history(storage, run_id(folder / "runs" / trial)) for trial in (folder / "runs").names()
     }
     logged = {trial: comparable(history, range(STEPS + 1)) for trial, history in histories.items()}
     return {"records": TrialRecords(folder).all(), "logged": logged}

@@ -18,10 +18,10 @@ import pytest
 import s3
 from shared import LIKE_TINY, Script, mlflow_history
 
-from rlx.runs.run_folder import mlflow_run
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.sweeps.records import TrialRecords
+from rlx.tracking import outbox
 from rlx.tracking.services import mlflow
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -118,7 +118,7 @@ def scripts(script: Start, name: str, arguments: list[str]) -> Answers:
 
 def assert_steps(records: Path, run: Storage, steps: int = 2) -> None:
     """A run has all of its steps, each once, and is claimed no more."""
-    history = mlflow_history(records, mlflow_run(run))
+    history = mlflow_history(records, outbox.run_id(run))
     assert {step: len(values) for step, values in history["reward/mean"].items()} == dict.fromkeys(
         range(1, steps + 1), 1
     )

@@ -412,6 +412,17 @@ def test_a_run_that_exists_is_not_begun_anew_nor_left_claimed(storage: Path) -> 
     assert not list((storage / "runs" / "a").glob("owner*"))
 
 
+def test_what_an_interrupted_start_has_left_is_no_run(storage: Path) -> None:
+    runs = storage / "runs"
+    (runs / "half").mkdir()
+    (runs / "half" / "provenance.json").write_text("{}")
+    said = f"run 'half' in {runs} has not begun, its start was interrupted: rlx train --name half begins it"
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"), run_folder.saved_run("half", str(storage), {}):
+        pass
+    with pytest.raises(ConfigError, match=f"^no run 'halv' in {runs}$"):  # it is not the nearest one
+        checkpoint_of("halv", str(storage))
+
+
 def test_a_run_is_continued_by_one_at_a_time(storage: Path) -> None:
     with run_folder.saved_run("a", str(storage), {"train.steps": 30}) as (config, folder):
         assert (config.train.steps, folder.name) == (30, "a")

@@ -26,7 +26,7 @@ from rlx.config.experiment import over_experiment
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sweep import DEFAULT_METRIC
 from rlx.runs import launch, run_folder
-from rlx.runs.run_folder import mlflow_run, saved_config
+from rlx.runs.run_folder import saved_config
 from rlx.storage import signatures
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
@@ -34,6 +34,7 @@ from rlx.sweeps import plans, room, tuner
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords
 from rlx.sweeps.space import load_space
 from rlx.sweeps.trainable import PPOTrial
+from rlx.tracking import outbox
 from rlx.tracking.services import mlflow
 
 ACTORS = {"environment": {"name": "calculator", "num_actors": 2}}
@@ -170,7 +171,7 @@ def test_a_sweep_of_before_goes_on_with_the_defaults_of_before(tmp_path: Path) -
 def test_the_rungs_of_a_sweep_are_recorded_with_it(scheduler: Any, rungs: str | None, tmp_path: Path) -> None:
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
     created(SweepPlan("s", {"storage": str(tmp_path)}, space, scheduler=scheduler, seeds=2), storage)
-    run = mlflow.client(mlflow.default_uri(tmp_path)).get_run(mlflow_run(storage / "sweeps" / "s"))
+    run = mlflow.client(mlflow.default_uri(tmp_path)).get_run(outbox.run_id(storage / "sweeps" / "s"))
     assert run.data.tags.get("rlx.rungs") == rungs
 
 
@@ -186,7 +187,7 @@ def test_rungs_in_tokens_are_recorded_and_read_back(tmp_path: Path) -> None:
     plan = SweepPlan("s", {"storage": str(tmp_path)}, space, scheduler="asha", rung_by="tokens")
     created(plan, storage)
     assert plans.saved_sweep(storage, "s").rung_by == "tokens"
-    tags = mlflow.client(mlflow.default_uri(tmp_path)).get_run(mlflow_run(storage / "sweeps" / "s")).data.tags
+    tags = mlflow.client(mlflow.default_uri(tmp_path)).get_run(outbox.run_id(storage / "sweeps" / "s")).data.tags
     assert (tags["rlx.rung_by"], tags.get("rlx.rungs")) == ("tokens", None)
 
 
@@ -296,7 +297,7 @@ def prepared(
 
 
 def run_of(plan: SweepPlan, storage: Storage) -> str:
-    return run_folder.mlflow_run(storage / "sweeps" / plan.name)
+    return outbox.run_id(storage / "sweeps" / plan.name)
 
 
 def children(plan: SweepPlan, storage: Storage) -> dict[str, Any]:
@@ -313,7 +314,7 @@ def status_of(plan: SweepPlan, storage: Storage) -> str:
 
 def history(plan: SweepPlan, storage: Storage, leg: str) -> History:
     """The metrics of a trial's run, by step."""
-    run_id = run_folder.mlflow_run(storage / "sweeps" / plan.name / "runs" / leg)
+    run_id = outbox.run_id(storage / "sweeps" / plan.name / "runs" / leg)
     return mlflow_history(Path(storage.path), run_id)
 
 
@@ -391,10 +392,10 @@ def test_a_trial_that_goes_on_from_a_better_one_continues_it_bit_for_bit(
         donor, name = str(config.checkpoint.init_from).split("/")[-2:]
         step = int(name.rpartition("_")[2])
         after = step + 1
-        run = mlflow.client(mlflow.default_uri(Path(storage.path))).get_run(mlflow_run(folder / leg))
+        run = mlflow.client(mlflow.default_uri(Path(storage.path))).get_run(outbox.run_id(folder / leg))
         assert run.data.tags["rlx.kind"] == "attempt"
         assert run.data.tags["rlx.from"] == f"{donor.partition('.')[0]}@{step}"
-        assert run.data.tags["mlflow.parentRunId"] == mlflow_run(folder / trial)
+        assert run.data.tags["mlflow.parentRunId"] == outbox.run_id(folder / trial)
         theirs = from_tree(saved_config(folder / donor))
         assert config.reward.answer_pattern == theirs.reward.answer_pattern == "()"
         assert 1e-5 <= config.train.actor_lr <= 1e-3 and config.train.actor_lr != theirs.train.actor_lr

@@ -44,11 +44,11 @@ def test_files_are_named_by_setting_with_their_checksums(tmp_path: Path) -> None
     assert set(made.libraries) >= {"torch", "ray", "numpy"} and made.machine == provenance.machine_name()
 
 
-def test_what_a_run_began_with_stays(tmp_path: Path) -> None:
+def test_what_an_interrupted_start_has_left_is_replaced(tmp_path: Path) -> None:
     run = open_storage(str(tmp_path))
     first = written(run, {})
     (tmp_path / PROVENANCE).write_text(first.model_copy(update={"code": "of before"}).model_dump_json())
-    assert written(run, {}).code == "of before"
+    assert written(run, {}) == first
 
 
 def test_a_run_goes_on_without_what_cannot_be_read(tmp_path: Path) -> None:
