@@ -91,11 +91,17 @@ def branch_to(run: RecordedRun, step: int, *, trust: bool = False) -> Branch:
     """The shortest branch that ends with a step.
 
     Raises:
-        ConfigError: the run has no such step.
+        ConfigError: the run has no such step, or nothing tells its settings.
     """
     if not 1 <= step <= run.steps:
         raise ConfigError(f"--step {step}: run {run.name} has steps 1 to {run.steps}")
-    return Branch(run, run.before(step), step, trust=trust)
+    start, end = run.before(step), run.after(step)
+    if start and end and (unknown := run.unknown_at(step)):
+        raise ConfigError(
+            f"--step {step}: a resume of run {run.name} changed {', '.join(unknown)} between steps {start.step} and "
+            f"{end.step}, and the checkpoint where it began is deleted: nothing tells the settings of the steps between"
+        )
+    return Branch(run, start, step, trust=trust)
 
 
 @dataclass(frozen=True)

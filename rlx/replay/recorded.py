@@ -12,6 +12,7 @@ from typing import Any
 
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
+from rlx.config.sections.base import flatten
 from rlx.config.sections.records import TrackingConfig
 from rlx.runs import preflight, run_folder
 from rlx.storage import checkpoint_catalog, signatures
@@ -23,6 +24,8 @@ from rlx.tracking.services.reachable import check_mlflow
 
 StepMetrics = Mapping[int, Mapping[str, float]]
 """metrics by step and name, as they were logged"""
+_MOVING = ("checkpoint.", "tracking.", "name", "storage", "ray_address", "wait_for_resources", "train.steps")
+"""what a resume changes without changing what a step computes; train.steps only moves the end"""
 _FOLDER = re.compile(r"(?P<storage>.+?)(/sweeps/[^/]+)?/runs/[^/?]+/?(?P<options>\?.*)?")
 
 
@@ -74,6 +77,27 @@ class RecordedRun:
         """The checkpoint of a step; None if it has none, or not any more."""
         return next((each for each in self.checkpoints if each.step == step), None)
 
+    def after(self, step: int) -> CheckpointEntry | None:
+        """The oldest checkpoint of a step or a later one; None if there is none."""
+        return next((each for each in self.checkpoints if each.step >= step), None)
+
+    def unknown_at(self, step: int) -> list[str]:
+        """The settings of a step that nothing tells: a resume changed them, and where it began is deleted.
+
+        The checkpoints before and after the step differ in them. Where none between the two can have been deleted, the
+        resume went on from the first.
+        """
+        earlier, later = self.before(step), self.after(step)
+        if not (earlier and later) or self._has_all_since(earlier):
+            return []
+        return sorted(changed_settings(_config_of(earlier), _config_of(later)))
+
+    def _has_all_since(self, checkpoint: CheckpointEntry) -> bool:
+        """Whether no checkpoint after this one was deleted, as none is of the newest that a run keeps."""
+        since = [each for each in self.checkpoints if each.step >= checkpoint.step]
+        kept = [from_tree(_config_of(each)).checkpoint.keep_last for each in since]
+        return all(count is None or len(since) <= count for count in kept)
+
     def settings_of(self, step: int, *, trust: bool = False, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The settings with which a step was done, as a tree: a resume may have changed some later.
 
@@ -86,7 +110,8 @@ class RecordedRun:
         Raises:
             ConfigError: somebody else wrote settings that name code, models, addresses or patterns.
         """
-        following = next((each.manifest for each in self.checkpoints if each.step >= step), None)
+        later = self.after(step)
+        following = later and later.manifest
         tree = dict(following.config if following else self.newest)
         if not trust:
             is_own = (
@@ -96,6 +121,17 @@ class RecordedRun:
             )
             run_folder.refuse_powers(self.name, self.folder, {} if is_own else tree, given or {})
         return tree
+
+
+def _config_of(checkpoint: CheckpointEntry) -> dict[str, Any]:
+    assert checkpoint.manifest
+    return dict(checkpoint.manifest.config)
+
+
+def changed_settings(tree: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
+    """The settings by which steps of two config trees differ in what they compute."""
+    values, others = flatten(from_tree(dict(tree))), flatten(from_tree(dict(other)))
+    return {key for key, value in values.items() if value != others[key] and not key.startswith(_MOVING)}
 
 
 def logged_metrics(run: RecordedRun, uri: str | None = None, *, trust: bool = False) -> StepMetrics:

@@ -10,9 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rlx.config.errors import ConfigError
-from rlx.config.loading import from_tree
-from rlx.config.sections.base import flatten
-from rlx.replay.recorded import RecordedRun
+from rlx.replay.recorded import RecordedRun, changed_settings
 from rlx.runs import launch
 from rlx.runs.preflight import PreparedRun
 from rlx.storage import checkpoint_catalog, signatures
@@ -20,8 +18,6 @@ from rlx.tracking import provenance
 from rlx.tracking.provenance import Provenance
 
 _SHOWN = 12  # characters of a checksum
-_MOVING = ("checkpoint.", "tracking.", "name", "storage", "ray_address", "wait_for_resources", "train.steps")
-"""what a resume changes without changing what a step computes; train.steps only moves the end"""
 
 
 @dataclass(frozen=True)
@@ -35,9 +31,13 @@ class Fact:
 
 
 def replayable(run: RecordedRun, logged: Collection[int], most: int) -> list[int]:
-    """The steps that can be done again with at most so many steps: those after the start, and after checkpoints."""
+    """The steps that can be done again with at most so many steps: those after the start, and after checkpoints.
+
+    Left out are steps whose settings nothing tells.
+    """
     starts = [0, *(each.step for each in run.checkpoints)]
-    return sorted({step for start in starts for step in range(start + 1, start + most + 1) if step in logged})
+    near = {step for start in starts for step in range(start + 1, start + most + 1) if step in logged}
+    return sorted(step for step in near if not run.unknown_at(step))
 
 
 def drawn_steps(steps: Sequence[int], count: int, seed: int) -> list[int]:
@@ -96,14 +96,8 @@ def facts_of_files(made: Provenance, here: Provenance) -> list[Fact]:
 
 def facts_of_settings(run: RecordedRun) -> Fact:
     """Whether the checkpoints have the settings that the run's folder has, and whether this user has signed them."""
-    newest = flatten(from_tree(dict(run.newest)))
-    changed = {
-        key
-        for each in run.checkpoints
-        if each.manifest
-        for key, value in flatten(from_tree(each.manifest.config)).items()
-        if value != newest[key] and not key.startswith(_MOVING)
-    }
+    manifests = [each.manifest for each in run.checkpoints if each.manifest]
+    changed = {key for each in manifests for key in changed_settings(each.config, run.newest)}
     is_own = signatures.is_own_folder(run.folder, dict(run.newest))
     here = f"checkpoints differ in {', '.join(sorted(changed))}" if changed else "the checkpoints have the same"
     return Fact("settings", "signed by this user" if is_own else "not signed by this user", here, not changed)

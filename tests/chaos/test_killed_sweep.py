@@ -47,9 +47,7 @@ def words(storage: Path, model: Path, name: str) -> list[str]:
 def outcome(storage: Path, name: str) -> dict[str, Any]:
     """What a sweep came to: its trials' records, and all that they logged, to the last bit."""
     folder = open_storage(str(storage)) / "sweeps" / name
-    histories = {
-        trial: mlflow_history(storage, run_id(folder / "runs" / trial)) for trial in (folder / "runs").names()
-    }
+    histories = {trial: mlflow_history(storage, run_id(folder / "runs" / trial)) for trial in (folder / "runs").names()}
     logged = {trial: comparable(history, range(STEPS + 1)) for trial, history in histories.items()}
     return {"records": TrialRecords(folder).all(), "logged": logged}
 

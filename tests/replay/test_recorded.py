@@ -40,6 +40,23 @@ def test_settings_that_a_resume_changed_hold_from_the_resume_on(tmp_path: Path) 
     assert rates == [1e-3, 1e-3, 2e-3, 2e-3, 2e-3]
 
 
+def test_a_step_is_not_done_again_where_nothing_tells_its_settings(tmp_path: Path) -> None:
+    """The run went on from step 20 with another learning rate; of its older checkpoints only the best is left."""
+    run_of(tmp_path, steps=(10,), train__actor_lr=1e-3)
+    run = run_of(tmp_path, steps=(22, 30), train__actor_lr=2e-3)
+    said = "--step 15: a resume of run a changed train.actor_lr between steps 10 and 22, and the checkpoint where"
+    with pytest.raises(ConfigError, match=f"^{said} it began is deleted: nothing tells the settings of the steps"):
+        branches.branch_to(run, 15)
+    assert verifying.replayable(run, range(31), 3) == [1, 2, 3, 23, 24, 25]
+    assert branches.branch_to(run, 10).start is None and branches.branch_to(run, 23).start == run.at(22)
+
+
+def test_a_step_is_done_again_where_no_checkpoint_was_deleted(tmp_path: Path) -> None:
+    run_of(tmp_path, steps=(10,), train__actor_lr=1e-3, checkpoint__keep_last=None)
+    run = run_of(tmp_path, steps=(22, 30), train__actor_lr=2e-3, checkpoint__keep_last=None)
+    assert run.unknown_at(15) == [] and run.settings_of(15)["train"]["actor_lr"] == 2e-3
+
+
 @pytest.mark.parametrize(
     ("address", "storage"),
     [
