@@ -367,8 +367,15 @@ def check_start(config: RunConfig) -> None:
     if not config.checkpoint.init_from:
         return
     checkpoint = _complete(checkpoint_catalog.read_checkpoint(open_storage(config.checkpoint.init_from, create=False)))
-    if config.checkpoint.init_state == "all":
-        assert checkpoint.manifest
+    assert checkpoint.manifest
+    if config.checkpoint.init_state == "weights":
+        then, now = from_tree(checkpoint.manifest.config).model.lora_rank, config.model.lora_rank
+        if then != now:
+            raise ConfigError(
+                f"model.lora_rank is {then} in checkpoint {checkpoint.folder.path}, not {now}: rlx export makes a "
+                "folder of its model, and --model.path starts from that"
+            )
+    else:
         if checkpoint.step >= config.train.steps:
             raise ConfigError(
                 f"train.steps ({config.train.steps}) are all done at step {checkpoint.step}: ask for more"

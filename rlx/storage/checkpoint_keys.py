@@ -13,6 +13,11 @@ def model_weight(model: str, name: str) -> str:
     return f"{model}.model.{name}"
 
 
+def is_of_value_head(name: str) -> bool:
+    """Whether a weight of a model is of the layer that makes values, which a policy without a critic lacks."""
+    return name.startswith("value_head.")
+
+
 def optimizer_state(model: str, parameter: str, moment: str) -> str:
     """The key of one tensor (`exp_avg`, `step`, ...) that a model's optimizer keeps for a parameter."""
     return f"{model}.optimizer.{parameter}.{moment}"

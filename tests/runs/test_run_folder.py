@@ -325,6 +325,14 @@ def test_a_run_starts_from_a_checkpoint_that_fits(tmp_path: Path) -> None:
     run_folder.check_start(starting(place, "weights", train__steps=3, seed=9))  # its own steps, its own prompts
 
 
+@pytest.mark.parametrize(("then", "now"), [(0, 4), (4, 0), (4, 8)])
+def test_no_run_takes_weights_of_other_adapters(then: int, now: int, tmp_path: Path) -> None:
+    place = put(tmp_path, 5, model__lora_rank=then).folder.path
+    said = f"model.lora_rank is {then} in checkpoint {place}, not {now}: rlx export makes a folder of its model, and "
+    assert refusal(starting(place, "weights", model__lora_rank=now)) == f"{said}--model.path starts from that"
+    run_folder.check_start(starting(place, "weights", model__lora_rank=then))
+
+
 def test_a_checkpoint_that_has_a_start_of_its_own_is_one_to_start_from(tmp_path: Path) -> None:
     place = put(tmp_path, 5, checkpoint__init_from="/elsewhere/step_000001", train__steps=5).folder.path
     run_folder.check_start(starting(place, train__steps=6))

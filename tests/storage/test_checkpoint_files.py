@@ -278,6 +278,20 @@ def test_weights_alone_leave_optimizers_fresh_and_other_models_as_they_are(tmp_p
     assert critic.weight.equal(before) and not trained["policy"].optimizer.state
 
 
+def test_a_value_head_that_a_checkpoint_lacks_stays_fresh(tmp_path: Path) -> None:
+    kept, policy = linear(), nn.Linear(2, 3)
+    there = write(checkpoint_files.copy_shards({"policy": kept}, {}), tmp_path)
+    policy.value_head = nn.Linear(2, 1)
+    before = copy.deepcopy(policy.value_head.state_dict())
+    trained = ModelAndOptimizer(policy, torch.optim.AdamW(policy.parameters()))
+    checkpoint_files.load_weights(there, {"policy": trained})
+    assert policy.weight.equal(kept.model.weight)
+    torch.testing.assert_close(policy.value_head.state_dict(), before, atol=0, rtol=0)
+    policy.other = nn.Linear(2, 1)
+    with pytest.raises(CheckpointError, match=r"has no policy\.model\.other\.\w+: it is of another model"):
+        checkpoint_files.load_weights(there, {"policy": trained})
+
+
 def test_no_run_starts_from_a_checkpoint_without_a_policy(tmp_path: Path) -> None:
     there = write(checkpoint_files.copy_shards({"critic": linear()}, {"policy.model.weight": torch.zeros(1)}), tmp_path)
     critic = linear()
