@@ -225,18 +225,7 @@ class PromptStream:
         Raises:
             ConfigError: the cursor belongs to other prompts or another seed.
         """
-        if (cursor["seed"], cursor["size"]) != (self.seed, len(self.rows)):
-            raise ConfigError(
-                f"the checkpoint's prompts (seed {cursor['seed']}, {cursor['size']} of them) are not those of this run "
-                f"(seed {self.seed}, {len(self.rows)} of them)"
-            )
-        digest = self.rows.digest
-        for key, own, what in (
-            (_TOKENS, digest.tokens, "texts or tokens"),
-            (_ANSWERS, digest.answers, "expected answers"),
-        ):
-            if cursor.get(key, own) != own:
-                raise ConfigError(f"the checkpoint's prompts are not those of this run: their {what} differ")
+        check_cursor(cursor, self.rows, self.seed)
         self.position = cursor["epoch"] * cursor["size"] + cursor["offset"]
 
     def _window(self, start: int) -> _Window:
@@ -254,6 +243,22 @@ class PromptStream:
         positions = range(start, start + count * self.ranks, self.ranks)
         ids = self._order.ids(positions)
         return _Window(positions, ids, self.rows.request(np.array(ids, dtype=np.int64) % size))
+
+
+def check_cursor(cursor: Mapping[str, int], rows: PromptRows, seed: int) -> None:
+    """Raises ConfigError if the cursor of a checkpoint belongs to other prompts than these or to another seed."""
+    if (cursor["seed"], cursor["size"]) != (seed, len(rows)):
+        raise ConfigError(
+            f"the checkpoint's prompts (seed {cursor['seed']}, {cursor['size']} of them) are not those of this run "
+            f"(seed {seed}, {len(rows)} of them)"
+        )
+    digest = rows.digest
+    for key, own, what in (
+        (_TOKENS, digest.tokens, "texts or tokens"),
+        (_ANSWERS, digest.answers, "expected answers"),
+    ):
+        if cursor.get(key, own) != own:
+            raise ConfigError(f"the checkpoint's prompts are not those of this run: their {what} differ")
 
 
 @dataclass

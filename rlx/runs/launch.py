@@ -24,8 +24,11 @@ from rlx.cluster import nodes
 from rlx.cluster.nodes import FolderCopies
 from rlx.config.errors import one_line
 from rlx.config.sections.base import Section, flatten
-from rlx.data.sources import FILES, find_source
+from rlx.data.blocks import rows_of
+from rlx.data.mixture import JoinedRows
+from rlx.data.sources import FILES, find_source, table_names
 from rlx.data.stored.files import find_files
+from rlx.data.stream import check_cursor
 from rlx.models.folder import is_model_folder
 from rlx.runs import relay
 from rlx.runs.mailbox import CHECKPOINT_PATH, JobSpec
@@ -109,9 +112,10 @@ def run(
     # The driver of a sweep has done this for its trials. `tracking` stays until the end: see `_on_cluster`.
     prepared, tracking = (prepared, prepared.tracking) if parent else _on_cluster(prepared)
     with (processes or RunProcesses()).lease(prepared) as leased:
-        # Before the run exists: a run without prompts leaves no trace.
+        # Before the run exists: a run without prompts leaves no trace, and a resume on others changes nothing.
         notify(Phase("prompts"))
         prepared = replace(prepared, tables=prepared.tables or prompt_tables(config, prepared.model_path))
+        _check_prompts(prepared, folder)
         record = _open_record(prepared, folder, resume, parent, notify)
         signature = _signed(folder, config.model_dump(mode="json"), parent)
         with _closing(record, prepared.name, folder, notify), _adding_page(record, prepared, folder):
@@ -184,6 +188,17 @@ def _check(prepared: PreparedRun, folder: Storage, resume: bool, parent: Parent 
     if not resume and parent is None:  # a resume and a trial keep their records until the server answers
         for service in prepared.tracking:
             service.check(config.tracking.experiment)
+
+
+def _check_prompts(prepared: PreparedRun, folder: Storage) -> None:
+    """Raises ConfigError if the checkpoint whose state the run goes on from is of other prompts."""
+    config, found = prepared.config, checkpoint_catalog.complete_checkpoints(folder)
+    if not found and config.checkpoint.init_from and config.checkpoint.init_state == "all":
+        found = [checkpoint_catalog.read_checkpoint(open_storage(config.checkpoint.init_from, create=False))]
+    if found and (manifest := found[-1].manifest):
+        tables = prepared.tables or {}
+        rows = JoinedRows(tuple(rows_of(tables[name]) for name in table_names(config.data, "train")))
+        check_cursor(manifest.cursor, rows, config.seed)
 
 
 def bring_folders(prepared: PreparedRun) -> FolderCopies | None:

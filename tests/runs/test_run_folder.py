@@ -2,9 +2,12 @@
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import yaml
 
@@ -12,7 +15,11 @@ from rlx.cli import export, train
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig, sections
-from rlx.runs import run_folder
+from rlx.data.stream import Share, TableRows
+from rlx.runs import launch, run_folder
+from rlx.runs.launch import Parent
+from rlx.runs.preflight import PreparedRun, plan_resources
+from rlx.runs.processes import RunProcesses
 from rlx.runs.run_folder import checkpoint_of
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
@@ -418,6 +425,35 @@ def test_a_run_that_exists_is_not_begun_anew_nor_left_claimed(storage: Path) -> 
     with pytest.raises(ConfigError, match=r"run 'a' exists in .*: --resume a continues it"), run_folder.new_run(config):
         pass
     assert not list((storage / "runs" / "a").glob("owner*"))
+
+
+class NoProcesses(RunProcesses):
+    """The processes of a run that must not begin."""
+
+    @contextmanager
+    def lease(self, prepared: PreparedRun) -> Iterator[Any]:
+        yield None
+
+
+@pytest.mark.parametrize("state", ["resume", "all"])
+def test_a_run_goes_on_with_its_own_prompts_or_changes_nothing(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "rows_of", TableRows)
+    saw, has = (pa.table({"token_ids": [[each], [2]], "answer": ["1", "2"]}) for each in (1, 3))
+    folder = open_storage(str(made(tmp_path / "a"))) if state == "resume" else open_storage(str(tmp_path / "b"))
+    entry = put(folder.path if state == "resume" else tmp_path / "a", 20)
+    assert entry.manifest
+    cursor = Share(TableRows(saw)).stream(seed=0).cursor()
+    checkpoint_catalog.commit(entry.folder, entry.manifest.model_copy(update={"cursor": cursor}))
+    config = RunConfig(name="a") if state == "resume" else starting(entry.folder.path, train__steps=40)
+    ready = PreparedRun(config, "model", plan_resources(config), tables={"train": has})
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match="prompts are not those of this run: their texts or tokens differ"):
+        launch.run(
+            ready, folder, resume=state == "resume", parent=Parent(folder), notify=print, processes=NoProcesses()
+        )
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
 def test_what_an_interrupted_start_has_left_is_no_run(storage: Path) -> None:
