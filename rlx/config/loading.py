@@ -21,11 +21,14 @@ from pydantic_core import ErrorDetails
 from rlx.config.addresses import any_secret
 from rlx.config.errors import ConfigError, called_here, nearest, one_line
 from rlx.config.run import RunConfig, is_dict, sections, setting_keys, settings
+from rlx.config.sections.base import flatten
 from rlx.config.sections.data import DEFAULT_SOURCE
 
 _QUOTED = r"'([^']*)'"
 _SHOWN_CHARACTERS = 300
 _MOST_VALUES = 100_000
+_MOVING = ("checkpoint.", "tracking.", "name", "storage", "ray_address", "wait_for_resources", "train.steps")
+"""what a resume changes without changing what a step computes; train.steps only moves the end"""
 _NOT_OF_TEXT = ("float_parsing", "int_parsing", "bool_parsing", "float_type", "tuple_type", "dict_type", "model_type")
 """errors of pydantic for a text where none can stand"""
 
@@ -45,6 +48,12 @@ def from_tree(tree: dict[str, Any], origin: str = "config") -> RunConfig:
         # A name that is not known says more than the one that is missing for it.
         first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
         raise ConfigError(f"{origin}: {_explain(first)}") from None
+
+
+def steps_differ_in(tree: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
+    """The settings by which steps of two config trees differ in what they compute."""
+    values, others = flatten(from_tree(dict(tree))), flatten(from_tree(dict(other)))
+    return {key for key, value in values.items() if value != others[key] and not key.startswith(_MOVING)}
 
 
 def parse_yaml(text: str) -> Any:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlx.config.errors import ConfigError
-from rlx.config.loading import from_tree
-from rlx.config.sections.base import flatten
+from rlx.config.loading import from_tree, steps_differ_in
 from rlx.config.sections.records import TrackingConfig
 from rlx.runs import preflight, run_folder
 from rlx.storage import checkpoint_catalog, signatures
@@ -24,8 +23,6 @@ from rlx.tracking.services.reachable import check_mlflow
 
 StepMetrics = Mapping[int, Mapping[str, float]]
 """metrics by step and name, as they were logged"""
-_MOVING = ("checkpoint.", "tracking.", "name", "storage", "ray_address", "wait_for_resources", "train.steps")
-"""what a resume changes without changing what a step computes; train.steps only moves the end"""
 _FOLDER = re.compile(r"(?P<storage>.+?)(/sweeps/[^/]+)?/runs/[^/?]+/?(?P<options>\?.*)?")
 
 
@@ -90,7 +87,7 @@ class RecordedRun:
         earlier, later = self.before(step), self.after(step)
         if not (earlier and later) or self._has_all_since(earlier):
             return []
-        return sorted(changed_settings(_config_of(earlier), _config_of(later)))
+        return sorted(steps_differ_in(_config_of(earlier), _config_of(later)))
 
     def _has_all_since(self, checkpoint: CheckpointEntry) -> bool:
         """Whether no checkpoint after this one was deleted, as none is of the newest that a run keeps."""
@@ -126,12 +123,6 @@ class RecordedRun:
 def _config_of(checkpoint: CheckpointEntry) -> dict[str, Any]:
     assert checkpoint.manifest
     return dict(checkpoint.manifest.config)
-
-
-def changed_settings(tree: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
-    """The settings by which steps of two config trees differ in what they compute."""
-    values, others = flatten(from_tree(dict(tree))), flatten(from_tree(dict(other)))
-    return {key for key, value in values.items() if value != others[key] and not key.startswith(_MOVING)}
 
 
 def logged_metrics(run: RecordedRun, uri: str | None = None, *, trust: bool = False) -> StepMetrics:

@@ -10,7 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rlx.config.errors import ConfigError
-from rlx.replay.recorded import RecordedRun, changed_settings
+from rlx.config.loading import steps_differ_in
+from rlx.replay.recorded import RecordedRun
 from rlx.runs import launch
 from rlx.runs.preflight import PreparedRun
 from rlx.storage import checkpoint_catalog, signatures
@@ -94,7 +95,7 @@ def facts_of_files(made: Provenance, here: Provenance) -> list[Fact]:
 def facts_of_settings(run: RecordedRun) -> Fact:
     """Whether the checkpoints have the settings that the run's folder has, and whether this user has signed them."""
     manifests = [each.manifest for each in run.checkpoints if each.manifest]
-    changed = {key for each in manifests for key in changed_settings(each.config, run.newest)}
+    changed = {key for each in manifests for key in steps_differ_in(each.config, run.newest)}
     is_own = signatures.is_own_folder(run.folder, dict(run.newest))
     here = f"checkpoints differ in {', '.join(sorted(changed))}" if changed else "the checkpoints have the same"
     return Fact("settings", "signed by this user" if is_own else "not signed by this user", here, not changed)

@@ -127,11 +127,11 @@ class RelayedRun:
     def __init__(self, actor: Any, run_id: str) -> None:
         self._actor, self._run_id = actor, run_id
 
-    def log(self, metrics: Mapping[str, float], step: int, at: int) -> None:
-        self._write("log", metrics, step, at)
+    def log(self, metrics: Mapping[str, float], step: int, at: int, again: bool = False) -> None:
+        self._write("log", metrics, step, at, again)
 
-    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        self._write("log_samples", rows, step)
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int, again: bool = False) -> None:
+        self._write("log_samples", rows, step, again)
 
     def log_text(self, name: str, text: str) -> None:
         self._write("log_text", name, text)

@@ -93,7 +93,10 @@ class Tracker(Protocol):
         """
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Records all metrics of a step. A step that is recorded already keeps its first values."""
+        """Records all metrics of a step. A step that is recorded already keeps its first values.
+
+        A tracker of steps that are done again with other settings has the services take the new values.
+        """
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Records completions as a table. Call it before the `log` of the same step. The values must fit in JSON."""
@@ -139,11 +142,15 @@ class RunWriter(Protocol):
     Times (`at`) are in milliseconds since the epoch.
     """
 
-    def log(self, metrics: Mapping[str, float], step: int, at: int) -> None:
-        """Stores the metrics of a step, unless the run has the step already."""
+    def log(self, metrics: Mapping[str, float], step: int, at: int, again: bool = False) -> None:
+        """Stores the metrics of a step, unless the run has the step already.
 
-    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Stores a table of completions, unless the run has the step already."""
+        Args:
+            again: the step was done again with other settings: these values hold, as far as the service can take them.
+        """
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int, again: bool = False) -> None:
+        """Stores a table of completions, unless the run has the step already; `again` as for `log`."""
 
     def log_text(self, name: str, text: str) -> None:
         """Stores a text file; replaces an earlier one of the same name."""

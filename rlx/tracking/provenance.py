@@ -87,7 +87,7 @@ def begin_record(run: Storage, files: Mapping[str, Sequence[Storage]]) -> None:
     threading.Thread(target=write, name="provenance").start()
 
 
-def check_weights(run: Storage, files: Mapping[str, Sequence[Storage]]) -> None:
+def check_same_weights(run: Storage, files: Mapping[str, Sequence[Storage]]) -> None:
     """Raises ConfigError if a run that goes on would find other weights in the folders of its models.
 
     Its checkpoints do not have the weights that adapters leave as they are, nor those of a reference.

@@ -69,15 +69,23 @@ class OutboxTracker:
         folder: the run's folder.
         writer: name of this process in the run, e.g. "rank_0". Two live processes must not have the same name.
         notify: called from another thread with messages for a person, see `Delivery`.
+        again: steps that are recorded already are done again with other settings, so that their new values hold.
 
     Raises:
         StorageError: the records of an earlier tracker cannot be read.
     """
 
     def __init__(
-        self, services: Sequence[TrackingService], folder: Storage, writer: str, notify: Notify = _LOG.warning
+        self,
+        services: Sequence[TrackingService],
+        folder: Storage,
+        writer: str,
+        notify: Notify = _LOG.warning,
+        *,
+        again: bool = False,
     ) -> None:
         self.services, self.folder = services, folder
+        self._of_steps = {"again": True} if again else {}
         self._deliveries = [_started(service, folder, writer, notify) for service in services]
 
     @property
@@ -109,12 +117,12 @@ class OutboxTracker:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Records all metrics of a step."""
         values = {name: float(value) for name, value in metrics.items()}
-        self._add(EntryKind.LOG, {"metrics": values, "step": step, "at": now_ms()})
+        self._add(EntryKind.LOG, {"metrics": values, "step": step, "at": now_ms(), **self._of_steps})
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Records completions as a table. Call it before the `log` of the same step."""
         if rows:
-            self._add(EntryKind.LOG_SAMPLES, {"rows": [dict(row) for row in rows], "step": step})
+            self._add(EntryKind.LOG_SAMPLES, {"rows": [dict(row) for row in rows], "step": step, **self._of_steps})
 
     def log_text(self, name: str, text: str) -> None:
         """Stores a text file with the run."""

@@ -15,6 +15,7 @@ import pytest
 import rlx
 from rlx.config.errors import ConfigError
 from rlx.config.sections.base import flatten
+from rlx.replay import recorded
 from rlx.samples import last_page
 from rlx.tracking.base import MetricPoint, RunStatus
 from rlx.tracking.metrics import meaning
@@ -90,6 +91,24 @@ def test_runs_are_read_back_as_records(uri: str) -> None:
     mlflow.log_summary(uri, parent, "it won", {"eval/accuracy": 0.75})
     summary = mlflow.get_run(uri, parent)
     assert (summary.tags["mlflow.note.content"], summary.metrics) == ("it won", {"best/eval/accuracy": 0.75})
+
+
+def test_a_step_that_is_done_again_with_other_settings_gets_the_new_values(uri: str) -> None:
+    service = mlflow.MLflowService(uri)
+    run_id = service.make_run("1", "rlx", "a", parent=None, params=SETTINGS, tags={}, at=1000)
+    for at, again, values in ((2000, False, (0.5, 0.9)), (3000, True, (0.7,)), (4000, False, (0.1, 0.1, 0.6))):
+        writer = service.writer(run_id)
+        for step, value in enumerate(values, start=1):
+            options = {"again": True} if again else {}
+            writer.log_samples([{"prompt": str(at)}], step, **options)
+            writer.log({"eval/accuracy": value}, step, at + step, **options)
+    assert recorded.metrics_of(uri, run_id) == {
+        each: {"eval/accuracy": v} for each, v in ((1, 0.7), (2, 0.9), (3, 0.6))
+    }
+    assert "3000" in mlflow.read_artifact(uri, run_id, "samples/step_000001.json")
+    writer.log({"eval/accuracy": 0.2}, 2, 5000, again=True)
+    writer.end(RunStatus.FINISHED, 6000)
+    assert mlflow.get_run(uri, run_id).metrics["best/eval/accuracy"] == 0.7
 
 
 SETTINGS = {key: str(value) for key, value in flatten(rlx.RunConfig()).items() if value is not None}

@@ -59,16 +59,16 @@ def test_a_run_goes_on_with_its_own_weights_alone(tmp_path: Path) -> None:
     (place / "model.safetensors").write_text("weights")
     (place / "README.md").write_text("text")
     files = {"model.path": [open_storage(str(place)) / name for name in ("model.safetensors", "README.md")]}
-    provenance.check_weights(run, files)  # a run of before has no record
+    provenance.check_same_weights(run, files)  # a run of before has no record
     written(run, files)
     (place / "README.md").write_text("other text")
     moved = open_storage(str(place.rename(tmp_path / "elsewhere")))
     now = {"model.path": [moved / name for name in moved.names()], "data.source": []}
-    provenance.check_weights(run, now)
+    provenance.check_same_weights(run, now)
     (tmp_path / "elsewhere" / "model.safetensors").write_text("others")
     said = r"^model\.path: model\.safetensors is not what run run began with, which cannot change now: put back what"
     with pytest.raises(ConfigError, match=said):
-        provenance.check_weights(run, now)
+        provenance.check_same_weights(run, now)
 
 
 def test_a_run_goes_on_without_what_cannot_be_read(tmp_path: Path) -> None:

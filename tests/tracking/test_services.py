@@ -142,6 +142,17 @@ def test_an_end_that_comes_twice_is_written_once(tmp_path: Path, folder: Storage
     assert len(list((tmp_path / "tb" / "s" / "trial_00000").glob("events*"))) == 1
 
 
+def test_a_tracker_of_steps_that_are_done_again_says_so(tmp_path: Path, folder: Storage) -> None:
+    service = TensorBoardService(tmp_path / "tb")
+    recorded(service, folder, 0, 1)
+    for again in (False, True):
+        writer = OutboxTracker([service], folder, "rank_0", again=again)
+        writer.log({"reward/mean": 0.75}, 1)
+        assert writer.close(LONG_S) == 0
+    values = scalars(tmp_path / "tb" / "s" / "trial_00000")
+    assert [value for step, name, value in values if (step, name) == (1, "reward/mean")] == [0.125, 0.75]
+
+
 def test_a_folder_that_cannot_be_made_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"^tracking\.backends tensorboard: .*file"):

@@ -180,25 +180,25 @@ class MLflowRun:
         self._last_step = max((int(metric.step) for metric in run.data.to_proto().metrics), default=-1)
         self._tables: list[str] | None = None  # paths of the sample tables; None until they are listed
 
-    def log(self, metrics: Mapping[str, float], step: int, at: int) -> None:
-        """Logs all metrics of a step in one request. A step that a resumed run repeats is skipped.
+    def log(self, metrics: Mapping[str, float], step: int, at: int, again: bool = False) -> None:
+        """Logs all metrics of a step in one request. A step that a resumed run repeats is skipped, unless `again`.
 
         Args:
             at: time of the step in ms since the epoch.
         """
-        if step <= self._last_step:
+        if step <= self._last_step and not again:
             return
         from mlflow.entities import Metric
 
         self._client.log_batch(self.run_id, metrics=[Metric(key, value, at, step) for key, value in metrics.items()])
-        self._last_step = step
+        self._last_step = max(step, self._last_step)
 
-    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int, again: bool = False) -> None:
         """Logs completions as a table that the MLflow page shows. Call it before the `log` of the step.
 
         MLflow's `log_table` is not used: it appends to an existing table, and fails after 145 tables.
         """
-        if step <= self._last_step or not self._keeps_files:
+        if (step <= self._last_step and not again) or not self._keeps_files:
             return
         import pandas as pd
 

@@ -160,9 +160,11 @@ def log_best(client: Any, run_id: str, at: int) -> None:
 
     params = client.get_run(run_id).data.params
     name, sign = params.get("checkpoint.best_by"), -1 if params.get("checkpoint.best_mode") == "min" else 1
-    points = [point for point in client.get_metric_history(run_id, name) if point.step > 0] if name else []
+    history = client.get_metric_history(run_id, name) if name else []
+    # Of a step that was done again with other settings, the last value is the run's.
+    points = {point.step: point for point in sorted(history, key=lambda point: point.timestamp) if point.step > 0}
     if points:
-        best = max(points, key=lambda point: (sign * point.value, -point.step))
+        best = max(points.values(), key=lambda point: (sign * point.value, -point.step))
         client.log_batch(run_id, metrics=[Metric(f"{BEST}{name}", best.value, at, best.step)])
 
 

@@ -103,7 +103,8 @@ class TensorBoardService:
 class TensorBoardRun:
     """Writes the event files of one run, all of them in one process. Implements `RunWriter`.
 
-    A step that the files have already is left out; a text that is written again takes the place of the earlier one.
+    A step that the files have already is left out, unless it is done `again`; a text that is written again takes the
+    place of the earlier one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -120,21 +121,21 @@ class TensorBoardRun:
         for part in summary.hparams(values, dict.fromkeys(_METRICS))[:2]:  # the third says that the run has ended
             self._write(part, 0, at)
 
-    def log(self, metrics: Mapping[str, float], step: int, at: int) -> None:
+    def log(self, metrics: Mapping[str, float], step: int, at: int, again: bool = False) -> None:
         """Writes all metrics of a step as one event."""
         from tensorboardX import summary
 
-        if step <= self.last_step:
+        if step <= self.last_step and not again:
             return
         whole = summary.Summary()
         for name, value in metrics.items():
             whole.MergeFrom(summary.scalar(name, value))
         self._write(whole, step, at)
-        self.last_step, self._ended = step, None
+        self.last_step, self._ended = max(step, self.last_step), None
 
-    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int, again: bool = False) -> None:
         """Writes completions as a table in Markdown."""
-        if step > self.last_step:
+        if step > self.last_step or again:
             lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
             self._text("samples", "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines), step)
 

@@ -174,7 +174,8 @@ _open_runs = functools.cache(OpenRuns)
 class WandbRun:
     """Writes to one run of W&B. Implements `RunWriter`.
 
-    W&B takes each step once, in order; `run.step` is the next one, also after a run has been resumed.
+    W&B takes each step once, in order; `run.step` is the next one, also after a run has been resumed. So a step that is
+    done `again` keeps its first values.
     """
 
     def __init__(self, runs: OpenRuns, run_id: str) -> None:
@@ -184,14 +185,14 @@ class WandbRun:
     def _run(self) -> _Run:
         return self._runs.open(self._run_id)
 
-    def log(self, metrics: Mapping[str, float], step: int, at: int) -> None:
+    def log(self, metrics: Mapping[str, float], step: int, at: int, again: bool = False) -> None:
         """Logs all metrics of a step; returns when W&B's own process, which outlives this one, has them."""
         run = self._run
         if step >= run.step:
             run.log(dict(metrics), step=step, commit=True)
             assert run.step > step  # the answer comes after the records before it
 
-    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int, again: bool = False) -> None:
         """Logs completions as a table of the step, which `log` completes."""
         import wandb
 
