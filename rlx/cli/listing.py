@@ -26,8 +26,8 @@ from rlx.runs import run_folder
 from rlx.runs.run_folder import finished_metrics, saved_config
 from rlx.storage import checkpoint_catalog, checkpoint_manifest
 from rlx.storage.addresses import join_address, open_storage, resolve_address
-from rlx.storage.checkpoint_catalog import CheckpointEntry
-from rlx.storage.filesystem import Storage
+from rlx.storage.checkpoint_catalog import CheckpointEntry, CheckpointState
+from rlx.storage.filesystem import Storage, explain
 from rlx.tracking.console import table_text
 
 LISTED_METRICS = ("reward/mean", DEFAULT_METRIC, "kl/ref")
@@ -78,15 +78,15 @@ class StoredRun:
 
 
 def runs(storage: str) -> list[StoredRun]:
-    """Returns the runs of a storage, then the trials of its sweeps, each sorted by name."""
+    """Returns the runs of a storage, then the trials of its sweeps, each sorted by name.
+
+    A run or sweep that cannot be read is one of them, with its problem.
+    """
     root = open_storage(storage, create=False)
-    single = [_read(name, join_address(storage, "runs", name)) for name in (root / "runs").names()]
-    trials = []
+    found = [_read(name, join_address(storage, "runs", name)) for name in (root / "runs").names()]
     for sweep in (root / "sweeps").names():
-        for trial in (root / "sweeps" / sweep / "runs").names():
-            address = join_address(storage, "sweeps", sweep, "runs", trial)
-            trials.append(_read(_shortest(address), address))
-    return [run for run in (*single, *trials) if run_folder.holds_run(run.folder)]
+        found += _trials(join_address(storage, "sweeps", sweep))
+    return [run for run in found if run]
 
 
 def find_run(which: str, storage: str) -> StoredRun:
@@ -97,10 +97,11 @@ def find_run(which: str, storage: str) -> StoredRun:
     """
     if "/" not in which:
         run_folder.find(open_storage(storage, create=False) / "runs", which)
-        return _read(which, join_address(storage, "runs", which))
-    run = _read(_shortest(resolve_address(which)), resolve_address(which))
-    if not run_folder.holds_run(run.folder):
-        raise ConfigError(f"no run in {run.folder.path}")
+        label, address = which, join_address(storage, "runs", which)
+    else:
+        label, address = _shortest(resolve_address(which)), resolve_address(which)
+    if not (run := _read(label, address)):
+        raise ConfigError(f"no run in {open_storage(address, create=False).path}")
     return run
 
 
@@ -173,8 +174,32 @@ def readable_size(count: int) -> str:
     return f"{value:.1f} TiB"
 
 
-def _read(label: str, address: str) -> StoredRun:
+def _trials(sweep: str) -> list[StoredRun | None]:
+    """The runs of a sweep, by its address."""
+    folder = open_storage(join_address(sweep, "runs"), create=False)
+    try:
+        addresses = [join_address(sweep, "runs", name) for name in folder.names()]
+    except NotADirectoryError:  # a file among the sweeps
+        return []
+    except OSError as error:
+        return [_unreadable(_shortest(sweep), sweep, folder, error)]
+    return [_read(_shortest(address), address) for address in addresses]
+
+
+def _read(label: str, address: str) -> StoredRun | None:
+    """The run at an address; None if there is none."""
     folder = open_storage(address, create=False)
+    try:
+        return _stored_run(label, address, folder) if run_folder.holds_run(folder) else None
+    except OSError as error:
+        return _unreadable(label, address, folder, error)
+
+
+def _unreadable(label: str, address: str, folder: Storage, error: OSError) -> StoredRun:
+    return StoredRun(label, address, folder, None, explain(error), 0, ())
+
+
+def _stored_run(label: str, address: str, folder: Storage) -> StoredRun:
     config, problem, steps_done = None, "", 0
     try:
         config = from_tree(saved_config(folder), f"{folder.path}/config.yaml")
@@ -182,7 +207,7 @@ def _read(label: str, address: str) -> StoredRun:
         steps_done = last["step"] if last else 0
     except ConfigError as error:
         problem = str(error)
-    checkpoints = tuple(_with_size(entry) for entry in checkpoint_catalog.list_checkpoints(folder))
+    checkpoints = tuple(_with_size(entry) for entry in checkpoint_catalog.described_checkpoints(folder))
     saved_steps = [checkpoint.entry.step for checkpoint in checkpoints if checkpoint.entry.manifest]
     return StoredRun(label, address, folder, config, problem, max([steps_done, *saved_steps]), checkpoints)
 
@@ -191,7 +216,7 @@ def _with_size(entry: CheckpointEntry) -> StoredCheckpoint:
     selector = fs.FileSelector(entry.folder.path, recursive=True, allow_not_found=True)
     try:
         files = [info for info in entry.folder.filesystem.get_file_info(selector) if info.is_file]
-    except NotADirectoryError:  # a file with the name of a checkpoint
+    except OSError:  # a file with the name of a checkpoint, or a folder that cannot be read
         files = []
     written = next((info.mtime for info in files if info.base_name == checkpoint_manifest.MANIFEST), None)
     return StoredCheckpoint(entry, sum(info.size for info in files), written.timestamp() if written else None)
@@ -206,6 +231,9 @@ def _shortest(address: str) -> str:
 
 
 def _incomplete(run: StoredRun) -> str:
+    states = {checkpoint.entry.state: checkpoint.entry.problem for checkpoint in run.checkpoints}
+    if problem := states.get(CheckpointState.UNREADABLE):
+        return problem
     count = len(run.checkpoints) - len(run.complete)
     return f"{count} of {len(run.checkpoints)} checkpoints not complete" if count else ""
 

@@ -18,7 +18,7 @@ from pyarrow import fs
 
 from rlx.config.errors import nearest
 from rlx.storage.checkpoint_manifest import MANIFEST, FileRecord, Manifest, OtherFormatError
-from rlx.storage.filesystem import Storage, StorageError
+from rlx.storage.filesystem import Storage, StorageError, explain
 
 REFERENCE = "reference"
 """folder in a run's folder that holds, as a checkpoint of step 0, the weights of a reference that is not the model's"""
@@ -38,6 +38,7 @@ class CheckpointState(Enum):
     UNFINISHED = "unfinished"  # no manifest: the run was killed, or still writes
     SET_ASIDE = "set aside"  # was damaged, and is not read again
     DAMAGED = "damaged"
+    UNREADABLE = "unreadable"  # another version of rlx wrote it, or the storage does not give its files
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,12 @@ def list_checkpoints(run: Storage) -> list[CheckpointEntry]:
     Raises:
         StorageError: another version of rlx wrote one of them.
     """
-    steps = [(int(match[1]), name) for name in run.names() if (match := _NAME.fullmatch(name))]
-    return [read_checkpoint(run / name) for _, name in sorted(steps)]
+    return [read_checkpoint(folder) for folder in _checkpoint_folders(run)]
+
+
+def described_checkpoints(run: Storage) -> list[CheckpointEntry]:
+    """Returns the same checkpoints for a person to read: one that cannot be read is an entry with its problem."""
+    return [_described(folder) for folder in _checkpoint_folders(run)]
 
 
 def complete_checkpoints(run: Storage) -> list[CheckpointEntry]:
@@ -119,9 +124,7 @@ def read_checkpoint(folder: Storage) -> CheckpointEntry:
     Raises:
         StorageError: another version of rlx wrote it.
     """
-    match = _NAME.fullmatch(folder.name)
-    step = int(match[1]) if match else -1
-    sizes = _file_sizes(folder)
+    step, sizes = _step(folder), _file_sizes(folder)
     if MANIFEST not in sizes and _SET_ASIDE_MANIFEST in sizes:
         return CheckpointEntry(
             folder, step, CheckpointState.SET_ASIDE, problem="it was damaged, and has been set aside"
@@ -132,11 +135,30 @@ def read_checkpoint(folder: Storage) -> CheckpointEntry:
     try:
         manifest = Manifest.from_json((folder / MANIFEST).read_text())
         _check_step_and_sizes(manifest, step, sizes)
+    except FileNotFoundError:  # a run has pruned it meanwhile
+        return CheckpointEntry(folder, step, CheckpointState.UNFINISHED, problem=f"its {MANIFEST} was just deleted")
     except OtherFormatError as error:
         raise StorageError(f"checkpoint {folder.path}: {error}") from None
     except ValueError as error:  # a UnicodeDecodeError is one too
         return CheckpointEntry(folder, step, CheckpointState.DAMAGED, problem=str(error))
     return CheckpointEntry(folder, step, CheckpointState.COMPLETE, manifest)
+
+
+def _described(folder: Storage) -> CheckpointEntry:
+    try:
+        return read_checkpoint(folder)
+    except (OSError, StorageError) as error:
+        return CheckpointEntry(folder, _step(folder), CheckpointState.UNREADABLE, problem=explain(error))
+
+
+def _checkpoint_folders(run: Storage) -> list[Storage]:
+    """Returns the checkpoint folders of a run, oldest first."""
+    return sorted((run / name for name in run.names() if is_checkpoint_name(name)), key=_step)
+
+
+def _step(folder: Storage) -> int:
+    match = _NAME.fullmatch(folder.name)
+    return int(match[1]) if match else -1
 
 
 def _check_step_and_sizes(manifest: Manifest, step: int, sizes: dict[str, int]) -> None:

@@ -23,6 +23,7 @@ from rlx.runs import run_folder
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_manifest import Manifest
+from rlx.storage.filesystem import Storage
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -187,6 +188,33 @@ def test_all_runs(storage: str, shown: Shown) -> None:
     assert list(fresh.values()) == ["fresh", "0/40", "-", "-", "0 B", ""]
     assert trial["run"] == "kept/sweeps/s/runs/trial_00000"  # what the script takes for RUN
     assert broken["steps"] == "0/?" and re.fullmatch(r".*/config\.yaml is damaged.*", broken["problem"])
+
+
+def test_what_cannot_be_read_hides_nothing_else(storage: str, shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(storage, "older")
+    manifest = put(storage, "older", 5) / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 1}))
+    put(storage, "older", 6)
+    make_run(storage, "locked")
+    for place in ("s.trial", "locked.trial"):
+        make_run(storage, place, "sweeps", place.partition(".")[0], "runs", "trial_00000")
+    for file in ("runs/.DS_Store", "sweeps/.DS_Store", "sweeps/notes.txt"):
+        Path(storage, file).touch()
+    exists, names = Storage.exists, Storage.names
+
+    def is_open(place: Storage) -> Storage:
+        if "/locked" in place.path:
+            raise PermissionError(13, "Permission denied", place.path)
+        return place
+
+    monkeypatch.setattr(Storage, "exists", lambda place: exists(is_open(place)))
+    monkeypatch.setattr(Storage, "names", lambda place: names(is_open(place)))
+    locked, older, _, sweep, trial = cells(shown("--storage", storage))
+    assert (locked["run"], sweep["run"]) == ("locked", "kept/sweeps/locked")
+    assert "Permission denied" in locked["problem"] and "Permission denied" in sweep["problem"]
+    assert (older["newest"], trial["problem"]) == ("step_000006", "")
+    assert "format 1" in older["problem"]
+    assert ["format 1" in row["state"] for row in cells(shown("older", "--storage", storage))] == [True, False]
 
 
 def test_no_runs_are_no_error(tmp_path: Path, shown: Shown) -> None:

@@ -229,6 +229,24 @@ def test_a_manifest_that_cannot_be_read_is_a_problem_of_its_checkpoint_alone(fol
     assert "\n" not in bad.problem and bad.problem
 
 
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_complete(
+    folder: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        put(folder, step)
+    sizes = checkpoint_catalog._file_sizes
+
+    def look(checkpoint: Storage) -> dict[str, int]:
+        found = sizes(checkpoint)
+        if checkpoint.name == "step_000001":
+            (checkpoint / checkpoint_manifest.MANIFEST).delete()
+        return found
+
+    monkeypatch.setattr(checkpoint_catalog, "_file_sizes", look)
+    first, second = checkpoint_catalog.list_checkpoints(folder)
+    assert first.state is CheckpointState.UNFINISHED and second.manifest
+
+
 def test_a_checkpoint_cut_short_at_any_point_of_its_writing_is_not_complete(tmp_path: Path) -> None:
     made = put(open_storage(str(tmp_path / "made")), 7)
     order = [*FILES, checkpoint_manifest.MANIFEST]
