@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from pyarrow import fs
@@ -24,6 +25,7 @@ from rlx.runs.preflight import PreparedRun
 from rlx.runs.processes import RunProcesses
 from rlx.storage.addresses import join_address, open_storage
 from rlx.storage.checkpoint_catalog import CheckpointEntry
+from rlx.tracking.services import mlflow
 from rlx.types import Notify, OnReport
 
 REPLAYS = "replays"
@@ -136,7 +138,7 @@ def scratch(run: RecordedRun, *, keep: bool = False) -> Iterator[Scratch]:
     folder = open_storage(run.storage, create=False) / REPLAYS / name
     with tempfile.TemporaryDirectory(prefix="rlx-replay-") as records:
         try:
-            yield Scratch(join_address(run.storage, REPLAYS, name), f"sqlite:///{records}/mlflow.db")
+            yield Scratch(join_address(run.storage, REPLAYS, name), mlflow.default_uri(Path(records)))
         finally:
             if not keep:
                 folder.delete()

@@ -45,7 +45,7 @@ def open_storage(address: str, create: bool = True) -> Storage:
         if create:
             filesystem.create_dir(path, recursive=True)
     except (OSError, ValueError) as error:
-        raise StorageError(f"storage {resolved.partition('?')[0]}: {explain(error)}") from None
+        raise StorageError(f"storage {without_options(resolved)}: {explain(error)}") from None
     return Storage(filesystem, path.rstrip("/"))
 
 
@@ -74,8 +74,14 @@ def resolve_address(address: str) -> str:
 
 def join_address(address: str, *names: str) -> str:
     """Returns the address of a file or folder below the folder at `address`; URI options are kept."""
-    folder, mark, query = resolve_address(address).partition("?")
-    return "/".join([folder.rstrip("/"), *names]) + mark + query
+    resolved = resolve_address(address)
+    folder = without_options(resolved)
+    return "/".join([folder.rstrip("/"), *names]) + resolved[len(folder) :]
+
+
+def without_options(address: str) -> str:
+    """Returns an address without the options of a URI; the name of a plain folder may have a question mark."""
+    return address.partition("?")[0] if "://" in address else address
 
 
 def local_folder(address: str) -> Path:

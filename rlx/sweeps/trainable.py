@@ -32,7 +32,7 @@ from rlx.runs.mailbox import CHECKPOINT_PATH
 from rlx.runs.processes import RunProcesses
 from rlx.runs.run_folder import POINTER, holds_run, saved_config, write_record
 from rlx.runs.train_run import RunError, RunLostError, RunStopped
-from rlx.storage.addresses import join_address
+from rlx.storage.addresses import join_address, without_options
 from rlx.storage.checkpoint_catalog import checkpoint_name, complete_checkpoints
 from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import Signer
@@ -355,6 +355,6 @@ def _tags(sweep: str, attempt: Attempt) -> dict[str, str]:
     if not attempt.is_first:
         tags["rlx.kind"] = "attempt"
     if source := attempt.start.get("checkpoint.init_from"):
-        donor, step = source.partition("?")[0].split("/")[-2:]
+        donor, step = without_options(source).split("/")[-2:]
         tags["rlx.from"] = f"{donor.partition('.')[0]}@{int(step.rpartition('_')[2])}"
     return tags

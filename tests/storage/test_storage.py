@@ -97,6 +97,11 @@ def test_the_local_folder_is_the_storage_or_beside_a_remote_one(
     assert local_folder("s3://bucket/a") == tmp_path / "storage"
 
 
+def test_a_folder_may_have_a_question_mark_in_its_name(tmp_path: Path) -> None:
+    assert addresses.join_address(f"{tmp_path}/st?x", "runs", "a") == f"{tmp_path}/st?x/runs/a"
+    assert addresses.without_options("s3://bucket/a?region=x") == "s3://bucket/a"
+
+
 @pytest.mark.parametrize("address", ["nowhere://bucket", "gs://bucket", "s3:/bucket", "file:/tmp/x", "{}/file/below"])
 def test_an_unusable_address_is_refused_in_one_line_that_names_it(tmp_path: Path, address: str) -> None:
     (tmp_path / "file").write_text("no folder")

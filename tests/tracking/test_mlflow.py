@@ -1,6 +1,7 @@
 """MLflow itself: registering models, refusing addresses without a server, reading runs back as records."""
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -249,6 +250,19 @@ def test_a_monitor_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch, caplo
     machine.close()
     assert "system/cpu_utilization_percentage" in measured and "system/disk_usage_percentage" not in measured
     assert caplog.text.count("no more system metrics from DiskMonitor: no disk") == 1
+
+
+@pytest.mark.parametrize("name", ["feature%2Flogin", "a%20b", "st?x", "50% of it", "my runs"])
+def test_a_store_lies_in_its_folder_whatever_the_folder_is_called(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    uri = mlflow.default_uri(folder)
+    run_id = mlflow.MLflowService(uri).make_run("key", "e", "r", parent=None, params={}, tags={}, at=0)
+    mlflow.MLflowService(uri).writer(run_id).log_text("config.yaml", "seed: 1")
+    assert sorted(path.name for path in folder.iterdir()) == ["mlartifacts", "mlflow.db", "mlflow.db.lock"]
+    assert mlflow.read_artifact(uri, run_id, "config.yaml") == "seed: 1"
+    assert mlflow.find_experiment(uri, "e")
+    with pytest.raises(ConfigError, match=re.escape(f"no MLflow database {folder}2/mlflow.db")):
+        mlflow.find_experiment(mlflow.default_uri(tmp_path / f"{name}2"), "e")
 
 
 def test_what_is_printed_can_be_pasted_into_a_shell() -> None:

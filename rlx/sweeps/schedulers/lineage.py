@@ -16,6 +16,7 @@ from rlx.config.loading import from_tree, setting_at, with_overrides
 from rlx.config.run import may_change
 from rlx.config.sections.base import flatten
 from rlx.runs.run_folder import saved_config
+from rlx.storage.addresses import without_options
 from rlx.storage.filesystem import Storage
 from rlx.sweeps.records import SweepPlan, TrialRecord
 from rlx.sweeps.trainable import newest_attempt
@@ -47,7 +48,7 @@ def lineage_of(sweep: Storage, trial: str, steps: int, varied: Sequence[str]) ->
         config = from_tree(saved_config(sweep / "runs" / run))
         origin, values = config.checkpoint.init_from, flatten(config)
         is_branch = bool(origin) and config.checkpoint.init_state == "all"
-        *_, donor, checkpoint = ["", "", *str(origin).partition("?")[0].split("/")]
+        *_, donor, checkpoint = ["", "", *without_options(str(origin)).split("/")]
         start = int(checkpoint.rpartition("_")[2]) if is_branch else 0
         stretches.insert(0, Stretch(run, start, end, {key: setting_at(values, key) for key in varied}))
         if not is_branch:

@@ -1,4 +1,4 @@
-"""Where the artifacts of an MLflow store lie.
+"""Where an MLflow store in a SQLite database and the artifacts of a store lie.
 
 A SQLite database may come from a stranger, and it names a place for each run: an address would be asked with the user's
 own key for MLflow, and a folder elsewhere would be written to. Left out: reading and writing artifacts (mlflow.py).
@@ -7,17 +7,31 @@ own key for MLflow, and a folder elsewhere would be written to. Left out: readin
 from __future__ import annotations
 
 import posixpath
+import re
 import urllib.parse
 from pathlib import Path
 from typing import Any
 
 from rlx.config.errors import ConfigError
 
+_SQLITE = "sqlite:///"
+
+
+def database_uri(file: Path) -> str:
+    """The address of a SQLite database. What would mean another path in an address is quoted."""
+    return _SQLITE + re.sub(r"%(?=[0-9A-Fa-f]{2})|\?", lambda found: urllib.parse.quote(found[0]), str(file))
+
+
+def database(uri: str) -> Path | None:
+    """The file of a SQLite store; None for another store."""
+    path = uri.removeprefix(_SQLITE)
+    return None if path == uri else Path(urllib.parse.unquote(path.partition("?")[0]))
+
 
 def location(uri: str) -> str | None:
     """The artifact folder of a SQLite store, beside the database; None for a server, which has its own."""
-    path = uri.removeprefix("sqlite:///")
-    return None if path == uri else (Path(path).resolve().parent / "mlartifacts").as_uri()
+    file = database(uri)
+    return (file.resolve().parent / "mlartifacts").as_uri() if file else None
 
 
 def is_known(client: Any, uri: str, run_id: str) -> bool:

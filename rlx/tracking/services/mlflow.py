@@ -47,14 +47,13 @@ _CAUSE = re.compile(
     re.IGNORECASE,
 )
 _LEVELS = {"mlflow": logging.ERROR, "mlflow.store.db.utils": logging.CRITICAL, "alembic": logging.ERROR}
-_SQLITE = "sqlite:///"
 _PARENT = "mlflow.parentRunId"
 
 
 def default_uri(folder: Path) -> str:
     """The address of the SQLite tracking store in a folder; creates the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    return f"{_SQLITE}{folder}/mlflow.db"
+    return artifact_places.database_uri(folder / "mlflow.db")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -256,9 +255,9 @@ def find_experiment(uri: str, name: str) -> str:
     Raises:
         ConfigError: no such store or experiment.
     """
-    path = uri.removeprefix("sqlite:///")
-    if path != uri and not Path(path).is_file():  # MLflow would create an empty database
-        raise ConfigError(f"no MLflow database {path}")
+    file = artifact_places.database(uri)
+    if file and not file.is_file():  # MLflow would create an empty database
+        raise ConfigError(f"no MLflow database {file}")
     try:
         found = client(uri).get_experiment_by_name(name)
         names = [] if found else [each.name for each in client(uri).search_experiments()]
@@ -378,8 +377,8 @@ def _make_tables(uri: str) -> None:
     """Makes the tables of a fresh SQLite database, one process at a time: two at once would fail."""
     from mlflow import MlflowClient
 
-    if uri.startswith(_SQLITE):
-        with suppress(Exception), FileLock(f"{uri.removeprefix(_SQLITE)}.lock"):  # who asks next hears of an error
+    if file := artifact_places.database(uri):
+        with suppress(Exception), FileLock(f"{file}.lock"):  # who asks next hears of an error
             MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
 
 
