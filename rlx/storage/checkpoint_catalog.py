@@ -291,6 +291,9 @@ def prune(run: Storage, retention: Retention) -> None:
 
     Those that were never finished are deleted too. The manifest goes first: a deletion that is interrupted leaves no
     checkpoint that looks complete. Of one that somebody has linked here, only the link is deleted.
+
+    Raises:
+        OSError: some of them cannot be deleted; the others are.
     """
     if retention.keep is None:
         return
@@ -301,9 +304,15 @@ def prune(run: Storage, retention: Retention) -> None:
         kept.add(best.name)
     if retention.every:
         kept |= {entry.name for entry in complete if entry.step % retention.every == 0}
+    failures = []
     for entry in entries:
         if complete and entry.step < complete[-1].step and entry.name not in kept:
-            _delete(entry.folder)
+            try:
+                _delete(entry.folder)
+            except OSError as error:
+                failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 def _delete(folder: Storage) -> None:

@@ -2,7 +2,8 @@
 
 One checkpoint at a time, and all ranks together: each rank writes its own file, all ranks exchange sizes and checksums,
 rank 0 writes the manifest and deletes old checkpoints. An operation that fails on the storage is repeated; a failure
-that lasts is raised on every rank, by the next call. Left out: the content of the files (checkpoint_files.py).
+that lasts is raised on every rank, by the next call; old checkpoints that cannot be deleted are only reported.
+Left out: the content of the files (checkpoint_files.py).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class FinishedCheckpoint:
     folder: Storage
     seconds: float  # that writing took, while training continued
     metrics: Mapping[str, float]  # of its own step, with the newest evaluation and "step"
+    problem: str = ""  # why older checkpoints could not be deleted, the first time
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(1, "checkpoint-writer")
         self._writing: Future[FinishedCheckpoint] | None = None
         self._finished: list[FinishedCheckpoint] = []  # not taken yet, oldest first
+        self._cannot_prune = False
         _delete_leftovers()
 
     def save(self, shards: Mapping[str, Shard], manifest: Manifest) -> None:
@@ -203,12 +206,23 @@ class CheckpointWriter:
             files = {outcome.name: outcome.record for outcome in outcomes}
             complete = manifest.model_copy(update={"files": files})
             self._ranks.on_first(partial(checkpoint_catalog.commit, folder, complete), what)
-            prune = partial(checkpoint_catalog.prune, self.run, self.retention)
-            self._ranks.on_first(prune, f"pruning {self.run.path}")
         except StorageError as error:
             raise StorageError(str(error) + self._discard(folder)) from error
         metrics = {**manifest.metrics, **manifest.evaluation, "step": manifest.step}
-        return FinishedCheckpoint(folder, time.monotonic() - started, metrics)
+        problem = self._prune()
+        return FinishedCheckpoint(folder, time.monotonic() - started, metrics, problem)
+
+    def _prune(self) -> str:
+        """Deletes old checkpoints. Returns why it cannot, the first time; the next checkpoint tries again."""
+        could_before = not self._cannot_prune
+        try:
+            prune = partial(checkpoint_catalog.prune, self.run, self.retention)
+            self._ranks.on_first(prune, f"pruning {self.run.path}")
+            self._cannot_prune = False
+        except StorageError as error:
+            self._cannot_prune = True
+            return str(error) if could_before else ""
+        return ""
 
     def _discard(self, folder: Storage) -> str:
         """Deletes a half-written checkpoint; returns the end of an error's text: which checkpoint is the newest."""

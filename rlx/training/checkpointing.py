@@ -107,7 +107,10 @@ class Checkpointer:
     def take_finished(self) -> FinishedCheckpoint | None:
         """The oldest checkpoint that was not taken yet, once nothing is being written; None if there is none."""
         self.writer.wait()
-        return self.writer.finished_checkpoint()
+        finished = self.writer.finished_checkpoint()
+        if finished and finished.problem and self.trainer.mesh.rank == 0:
+            self.notify(f"old checkpoints are left, training goes on: {finished.problem}")
+        return finished
 
     def restore(self) -> None:
         """Continues from the run's newest complete checkpoint; without one, starts where the config says."""

@@ -22,7 +22,7 @@ from rlx.storage.checkpoint_catalog import Retention
 from rlx.storage.checkpoint_files import CheckpointReader, Shard
 from rlx.storage.checkpoint_manifest import Manifest
 from rlx.storage.checkpoint_writer import CheckpointWriter
-from rlx.storage.filesystem import StorageError, retry
+from rlx.storage.filesystem import Storage, StorageError, retry
 
 
 def manifest(step: int, reward: float = 0.0) -> Manifest:
@@ -373,6 +373,34 @@ def test_a_write_that_fails_for_good_is_raised_on_all_ranks(ranks: int, on_ranks
         assert text.endswith("; the newest complete checkpoint is step_000002") and "\n" not in text
         assert waits == [1.0, 2.0, 4.0, 8.0, 16.0]
         assert left == [(f"step_00000{step}", files) for step in (1, 2, 4)]
+
+
+def save_beside_what_stays(rank: int, ranks: int, where: Where) -> list[str]:
+    """Step 1 cannot be deleted until the last save."""
+    writer, delete, problems = open_writer(where, Retention(keep=1)), checkpoint_catalog._delete, []
+
+    def refuse(folder: Storage) -> None:
+        if folder.name == "step_000001":
+            raise OSError(39, "Directory not empty", folder.path)
+        delete(folder)
+
+    for step in (1, 2, 3, 4):
+        checkpoint_catalog._delete = refuse if step < 4 else delete
+        with ImmediateRetries():
+            writer.save(shards(step), manifest(step))
+            writer.wait()
+        finished = writer.finished_checkpoint()
+        assert finished
+        problems.append(finished.problem)
+    return problems
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_reported_once_and_tried_again(
+    on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    (problems,) = on_ranks(1, save_beside_what_stays, (str(tmp_path), {}))
+    assert "Directory not empty" in problems[1] and [problems[0], *problems[2:]] == [""] * 3
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000004"]
 
 
 def fill_disk(rank: int, ranks: int, where: Where) -> tuple[str, list[tuple[str, list[str]]], Any]:
