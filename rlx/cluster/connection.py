@@ -61,11 +61,13 @@ def connect(config: RunConfig, needed: ResourcePlan, notify: Notify | None = Non
         quiet_environment()
         try:
             _join(address) if address else start_cluster()
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except Exception as error:  # also a bare one, where its start takes too long
             what = f"ray_address {address}" if address else f"Ray does not start here, see {ray_folder()}/ray"
             token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
             lacks_token = address and token.exists() and "RAY_AUTH_MODE" not in os.environ
             hint = "; a cluster that asks for a token needs RAY_AUTH_MODE=token" if lacks_token else ""
+            if "timed out during startup" in str(error):
+                hint = "; if the machine is busy, try again later, or join one that `ray start --head` has started"
             raise ConfigError(f"{what}: {one_line(error, 500)}{hint}") from None
         if address and notify:
             notify(f"joined the Ray cluster at {ray.get_runtime_context().gcs_address}")

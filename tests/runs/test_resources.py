@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlx.cluster import resources
+from rlx.cluster import connection, resources
 from rlx.cluster.placement import Bundle, Node
 from rlx.cluster.resources import ResourcePlan, RoleLabels, check_room, plan_resources, sharing_gpus, wait_for_room
 from rlx.config.errors import ConfigError
@@ -367,3 +367,15 @@ def test_fifty_random_plans_end_and_never_more_at_once_than_there_is_room_for() 
     for bundles in together:
         assert all(sum(bundle.get(name, 0.0) for bundle in bundles) <= room[name] for name in room), bundles
     assert max(map(len, running)) > 1
+
+
+def test_a_cluster_that_starts_too_slowly_is_one_line_that_says_what_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start() -> None:
+        raise Exception("The current node timed out during startup. This could happen\nbecause of the GCS.")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(connection, "start_cluster", start)
+    monkeypatch.setattr(connection, "quiet_environment", lambda: None)
+    config = from_tree({})
+    with pytest.raises(ConfigError, match=r"^Ray does not start here, see .*ray: The current node timed .*try again"):
+        connection.connect(config, plan_resources(config))
