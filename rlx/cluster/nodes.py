@@ -27,7 +27,7 @@ from rlx.config.errors import ConfigError
 
 _LARGEST_COPY = 512 * 2**20  # bytes
 _SAMPLE, _STRIDE = 2**20, 2**24  # bytes of a file that are compared, and from one such part to the next
-_PARTS = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")  # what a model is read from
+_PARTS = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".tiktoken", ".py")  # what a model is read from
 _MARK = ".copied-by-rlx"
 """an empty file in a folder that rlx has made"""
 
@@ -166,7 +166,12 @@ def _result(node: str, call: Any) -> Any:
 
 
 def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return sum(file.stat().st_size for file in _files(folder))
+
+
+def _files(folder: Path) -> list[Path]:
+    """All files in a folder and those below it, sorted."""
+    return sorted(file for file in folder.rglob("*") if file.is_file())
 
 
 def _has(digest: str, path: str) -> bool:
@@ -178,9 +183,11 @@ def _digest(path: str) -> str:
     if not Path(path, "config.json").is_file():
         return ""
     found = hashlib.blake2b(digest_size=16)
-    for file in sorted(each for each in Path(path).iterdir() if each.suffix in _PARTS and each.is_file()):
-        size = file.stat().st_size
-        found.update(f"{file.name} {size}\n".encode())
+    for file in _files(Path(path)):
+        name, size = file.relative_to(path), file.stat().st_size
+        if file.suffix not in _PARTS or any(part.startswith(".") for part in name.parts):  # such as .cache
+            continue
+        found.update(f"{name} {size}\n".encode())
         with file.open("rb") as opened:
             for start in range(0, size, _STRIDE):
                 opened.seek(start)
@@ -191,7 +198,7 @@ def _digest(path: str) -> str:
 def _packed(folder: Path) -> bytes:
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w", dereference=True) as archive:
-        for file in sorted(each for each in folder.rglob("*") if each.is_file()):
+        for file in _files(folder):
             archive.add(file, str(file.relative_to(folder)))
     return content.getvalue()
 

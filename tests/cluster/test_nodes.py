@@ -113,6 +113,16 @@ def test_a_copy_of_a_model_that_has_changed_since_is_made_anew(model: Path, disk
         assert [path.name for path in copy.parent.iterdir()] == ["model"]
 
 
+@pytest.mark.parametrize("name", ["modeling_mine.py", "parts/config.json"])
+def test_a_model_whose_code_or_inner_files_have_changed_is_copied_again(name: str, model: Path, disks: Disks) -> None:
+    (model / name).write_text("A = 1")
+    nodes.bring_folder(str(model), "model.path")
+    (model / name).write_text("A = 2")
+    nodes.bring_folder(str(model), "model.path")
+    for node in disks.names:
+        assert (disks.place(node, str(model)) / name).read_text() == "A = 2"
+
+
 def test_a_folder_without_a_config_is_copied_too(model: Path, disks: Disks) -> None:
     (model / "config.json").unlink()
     nodes.bring_folder(str(model), "model.path")
