@@ -27,7 +27,7 @@ from rlx.types import Notify
 
 MAX_WAITING = 4
 """steps that wait to be written, of a storage that is slower than training; what comes then is left out"""
-_RESERVED = 0.05  # of a disk: checkpoints need it more
+_RESERVED_SHARE, _RESERVED_BYTES = 0.05, 50 << 30  # of a disk, the smaller of the two: checkpoints need it more
 _REPEATED = ("kind", "question", "expected", "prompt", "finish", "token_ids", "tokens")
 _FLOATS = ("engine_logprobs", "logprobs", "ratios", "advantages")
 
@@ -177,8 +177,10 @@ def check_reserve(folder: Storage, size: int) -> None:
         return
     existing = next(path for path in (Path(folder.path), *Path(folder.path).parents) if path.exists())
     usage = shutil.disk_usage(existing)
-    if usage.free - size < _RESERVED * usage.total:
-        raise StorageError(f"less than {_RESERVED:.0%} of the disk of {folder.path} would stay free")
+    share = _RESERVED_SHARE * usage.total
+    if usage.free - size < min(share, _RESERVED_BYTES):
+        reserved = f"{_RESERVED_SHARE:.0%}" if share < _RESERVED_BYTES else f"{_RESERVED_BYTES >> 30} GiB"
+        raise StorageError(f"less than {reserved} of the disk of {folder.path} would stay free")
 
 
 def _spans(steps: list[int]) -> str:

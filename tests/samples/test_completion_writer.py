@@ -5,7 +5,9 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -240,3 +242,16 @@ def test_a_folder_that_cannot_be_read_is_said_and_ends_nothing(
     proxy.heal()
     assert reader.kept_steps(run) == []
     assert issubclass(StorageError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "total_gib", "reserved"), [(4000, 100_000, ""), (4, 100, "5%"), (40, 100_000, "50 GiB")]
+)
+def test_a_part_of_the_disk_is_left_to_checkpoints(
+    free_gib: int, total_gib: int, reserved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = SimpleNamespace(total=total_gib << 30, free=free_gib << 30)
+    monkeypatch.setattr(writer.shutil, "disk_usage", lambda _: usage)
+    refused = pytest.raises(StorageError, match=f"^less than {reserved} of the disk") if reserved else nullcontext()
+    with refused:
+        writer.check_reserve(Storage.local(tmp_path), 1000)
