@@ -15,10 +15,13 @@ from typing import Any
 
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.reach import ANSWER_S, why_silent
+from rlx.config.sections.model import ModelConfig
+from rlx.config.sections.train import TrainConfig
 
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.tiktoken", "*.gguf")
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth")
 _LARGEST_HEADER = 100 << 20  # bytes, as safetensors has it
+_CHECKPOINT_BYTES, _AVERAGE_BYTES = 12, 4  # of each number, in float32: with AdamW's two averages; train.ema_decay's
 _PLAIN_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1, "lm_head_multiplier": 1}
 """what Gemma 2, Cohere, Granite and Falcon H1 call a change of their logits, and the value that changes nothing"""
 
@@ -187,6 +190,17 @@ def count_parameters(path: str) -> int:
     """Returns how many numbers the safetensors files of a model's folder hold; 0 if it has none that can be read."""
     files = sorted(Path(path).glob("*.safetensors"))
     return sum(math.prod(entry["shape"]) for file in files for entry in _tensors(file))
+
+
+def checkpoint_bytes(path: str, model: ModelConfig, train: TrainConfig, critic: str) -> int:
+    """Returns about how many bytes a checkpoint of a run takes that trains the model of a folder.
+
+    0 with adapters, whose checkpoints are small.
+    """
+    if model.lora_rank:
+        return 0
+    size = count_parameters(path) * (_CHECKPOINT_BYTES + (_AVERAGE_BYTES if train.ema_decay else 0))
+    return size + (count_parameters(model.critic_path or path) * _CHECKPOINT_BYTES if critic == "separate" else 0)
 
 
 def _tensors(file: Path) -> Iterator[dict[str, Any]]:

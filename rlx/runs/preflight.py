@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ from rlx.models.folder import (
     check_hub_name,
     check_model_files,
     check_same_tokens,
-    count_parameters,
+    checkpoint_bytes,
     is_model_folder,
     shape_on_hub,
 )
@@ -65,7 +66,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("rlx")
 _TRIED_ROWS, _TINY_BYTES = 2, 8 << 20
-_CHECKPOINT_BYTES = 12  # for each number of a model: it and AdamW's two averages, in float32
 _PATH_SETTINGS = ("model.path", "model.critic_path", "model.reference_path", "reward.model")
 _PROMPT_SETTINGS = ("data.source", "data.ptx_source", "eval.source")
 
@@ -129,7 +129,6 @@ def prepare(
     made = {key: model_folder(other, config.storage, progress) for key, other in companions(config.model).items()}
     config = from_tree(with_overrides(config.model_dump(exclude_unset=True), made))
     check_model(config, path)
-    check_disk(config.model, config.resolved_critic, path, config.storage)
     if not tables and (is_model_folder(path, "model.path") or not address_of(config.ray_address)):
         prompts.check_template(config.data.chat_template_args, chats, path, config.model.trust_remote_code)
     # Dumped as a whole: from here on every setting counts as given, so that a resume takes no other defaults.
@@ -174,7 +173,6 @@ def check_quickly(config: RunConfig, *, has_prompts: bool = False) -> None:
         return
     if is_model_folder(config.model.path, "model.path"):
         check_model(config, config.model.path)
-        check_disk(config.model, config.resolved_critic, config.model.path, config.storage)
     elif not address_of(config.ray_address):
         check_hub_name(config.model.path, "model.path")
 
@@ -246,12 +244,13 @@ def check_files(data: DataConfig, evaluation: EvalConfig) -> None:
         sources.check_source(data.ptx_source, data, "data.ptx_source")
 
 
-def check_disk(model: ModelConfig, critic: str, path: str, storage: str) -> None:
-    """Raises StorageError if a disk of this machine has no room for a checkpoint of the model that is trained."""
-    if not model.lora_rank and is_model_folder(path, "model.path"):
-        numbers = count_parameters(path) + (count_parameters(model.critic_path or path) if critic == "separate" else 0)
-        folder = open_storage(storage, create=False)
-        check_free(folder, numbers * _CHECKPOINT_BYTES, "a checkpoint of this model")
+def check_disk(needed: int, storage: str, ray_address: str | None) -> None:
+    """Raises StorageError if a disk of this machine has no room for a checkpoint of so many bytes."""
+    folder, what = open_storage(storage, create=False), "a checkpoint of this model"
+    check_free(folder, needed, what)
+    if not folder.is_local and not address_of(ray_address):  # all workers write here before they send it
+        temporary = Storage.local(Path(tempfile.gettempdir()))
+        check_free(temporary, needed, f"{what}, before it is sent,", "set TMPDIR to another folder")
 
 
 def check_rewards(reward: RewardConfig) -> None:
@@ -281,7 +280,8 @@ def check_servers(reward: RewardConfig) -> None:
 
 
 def check_model(config: RunConfig, path: str) -> None:
-    """Raises ConfigError if the model cannot be loaded, split or saved as configured, or its context is too short."""
+    """Raises ConfigError if the model cannot be loaded, split or saved as configured, or its context is too short;
+    StorageError if a disk has no room for its checkpoints."""
     if not is_model_folder(path, "model.path"):
         return  # a name on the hub: the workers and engines look it up
     shape = ModelShape.read(path)
@@ -298,6 +298,8 @@ def check_model(config: RunConfig, path: str) -> None:
             f"rollout.tensor_parallel {split} does not divide the {shape.heads} attention heads of {path}"
         )
     check_model_files(path, "model.path")
+    size = checkpoint_bytes(path, config.model, config.train, config.resolved_critic)
+    check_disk(size, config.storage, config.ray_address)
     for setting, other in companions(config.model).items():
         if other in OWN_MODELS:
             continue  # `prepare` makes it and checks it then

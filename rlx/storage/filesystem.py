@@ -156,12 +156,13 @@ def check_writable(folder: Storage) -> None:
         raise StorageError(f"storage {folder.path}: cannot write there: {explain(error)}") from None
 
 
-def check_free(folder: Storage, needed: int, what: str) -> None:
+def check_free(folder: Storage, needed: int, what: str, instead: str = "give another --storage") -> None:
     """Checks that a disk of this machine has room for something; other storage says so when it is full.
 
     Args:
         needed: bytes.
         what: what needs them, for the error.
+        instead: what else to do than to free some.
 
     Raises:
         StorageError: it has not.
@@ -172,7 +173,7 @@ def check_free(folder: Storage, needed: int, what: str) -> None:
     if (free := shutil.disk_usage(existing).free) < needed:
         raise StorageError(
             f"storage {folder.path}: {free / 2**20:,.1f} MiB are free on its disk, and {what} takes about "
-            f"{needed / 2**20:,.1f} MiB: free some, or give another --storage"
+            f"{needed / 2**20:,.1f} MiB: free some, or {instead}"
         )
 
 

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyarrow import fs
 
 from rlx.cluster import machine
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections.reward import RewardConfig
 from rlx.models import tiny
+from rlx.models.folder import checkpoint_bytes
 from rlx.rewards import scoring
 from rlx.rewards.custom import RewardError
 from rlx.runs import preflight, run_folder
@@ -299,14 +301,29 @@ def test_a_critic_or_a_reference_may_be_a_model_that_rlx_makes(
     assert preflight.prepare(from_tree(prepared.config.model_dump())).config == prepared.config  # of a resumed run
 
 
-def test_a_model_whose_checkpoint_fills_the_disk_is_refused_and_its_adapters_are_not(tmp_path: Path) -> None:
+def test_a_model_whose_checkpoint_fills_the_disk_is_refused_and_its_adapters_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     header = json.dumps({"w": {"dtype": "F32", "shape": [10**6, 10**6], "data_offsets": [0, 4]}}).encode()
     weights = struct.pack("<Q", len(header)) + header
     path = model_folder(tmp_path, tokenizer__json=b"{}", model__safetensors=weights)
-    model, storage = from_tree({}).model, str(tmp_path / "new" / "storage")
+    storage = str(tmp_path / "new" / "storage")
+
+    def check(**settings: Any) -> None:
+        config = from_tree(settings)
+        needed = checkpoint_bytes(path, config.model, config.train, "separate")
+        preflight.check_disk(needed, storage, config.ray_address)
+
     with pytest.raises(StorageError, match=r"MiB are free on its disk, and a checkpoint of this model takes about 22,"):
-        preflight.check_disk(model, "separate", path, storage)
-    preflight.check_disk(from_tree({"model": {"lora_rank": 8}}).model, "separate", path, storage)
+        check()
+    with pytest.raises(StorageError, match=r" takes about 26,.* or give another --storage$"):
+        check(train={"ema_decay": 0.9})
+    check(model={"lora_rank": 8})
+    remote = Storage(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "x")
+    monkeypatch.setattr(preflight, "open_storage", lambda *_, **__: remote)
+    with pytest.raises(StorageError, match=r"^storage .*before it is sent, takes about .*TMPDIR to another folder$"):
+        check()
+    check(ray_address="10.0.0.1:6379")  # nobody knows where the workers are
 
 
 @pytest.mark.parametrize(
