@@ -18,8 +18,8 @@ from rlx.config.reach import ANSWER_S, why_silent
 from rlx.config.sections.model import ModelConfig
 from rlx.config.sections.train import TrainConfig
 
-_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.tiktoken", "*.gguf")
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth")
+_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.tiktoken")
+_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")  # which transformers loads
 _LARGEST_HEADER = 100 << 20  # bytes, as safetensors has it
 _CHECKPOINT_BYTES, _AVERAGE_BYTES = 12, 4  # of each number, in float32: with AdamW's two averages; train.ema_decay's
 _PLAIN_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1, "lm_head_multiplier": 1}

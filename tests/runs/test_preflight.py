@@ -243,6 +243,9 @@ def test_rewards_are_tried_before_a_start_and_only_warn_where_workers_have_gpus(
     assert "need not be like those of the workers: reward " in caplog.text
 
 
+_NO_WEIGHTS = ("model__gguf", "training_args__bin", "optimizer__pt", "scheduler__pth")
+
+
 def model_folder(folder: Path, **files: bytes) -> str:
     """A model's folder with these files beside its config; a__b names a.b."""
     for name, content in {"config__json": b"{}", **files}.items():
@@ -255,6 +258,7 @@ def model_folder(folder: Path, **files: bytes) -> str:
     [
         ({"model__safetensors": b""}, r"it has no tokenizer \(tokenizer.json\): "),
         ({"tokenizer__json": b"{}"}, r"it has no weights \(model.safetensors\): "),
+        *[({"tokenizer__json": b"{}", name: b""}, "it has no weights") for name in _NO_WEIGHTS],
         ({"tokenizer__json": b"version https://git-lfs", "model__safetensors": b""}, "damaged, or not downloaded"),
     ],
 )
