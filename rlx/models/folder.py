@@ -65,8 +65,7 @@ def is_model_folder(path: str, setting: str) -> bool:
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{setting} {path}: not a Hugging Face model, it has no config.json")
         return True
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local or (folder.parent != Path() and folder.parent.is_dir()):
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ConfigError(f"{setting} {path}: no such folder")
     return False
 

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import constants
 
 from rlx.config.errors import ConfigError
-from rlx.models.folder import ModelShape, check_hub_name, check_model_files, shape_on_hub
+from rlx.models.folder import ModelShape, check_hub_name, check_model_files, is_model_folder, shape_on_hub
 
 
 def test_a_model_is_taken_from_the_cache_or_refused_at_once_without_a_network(
@@ -68,3 +68,14 @@ def test_models_whose_config_says_that_they_change_their_logits_are_refused_befo
         check_model_files(str(folder), "model.path")
     with pytest.raises(ConfigError, match=rf"^model\.reference_path a/b: {named} in its"):
         check_hub_name("a/b", "model.reference_path")
+
+
+def test_a_folder_called_as_an_organisation_hides_no_name_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen").mkdir()
+    assert not is_model_folder("Qwen/Qwen2.5-0.5B", "model.path")
+    for path in ("./Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5/0.5B"):
+        with pytest.raises(ConfigError, match="no such folder"):
+            is_model_folder(path, "model.path")
