@@ -83,7 +83,10 @@ def print_analysis(args: argparse.Namespace) -> int:
     from rlx.analysis.comparison.wording import gap_sentence, sweep_verdict
 
     names = loading.sweep_names(uri, args.experiment)
-    sweep = loading.load_sweep(uri, args.experiment, args.sweep or names[0], [args.metric] if args.metric else [])
+    name = args.sweep or names[0]
+    if args.against == name:
+        raise ConfigError(f"--against {name} is the analyzed sweep itself: --sweep and --against name two sweeps")
+    sweep = loading.load_sweep(uri, args.experiment, name, [args.metric] if args.metric else [])
     metric, mode = judged_by(args, sweep)
     against = loading.load_sweep(uri, args.experiment, args.against, [metric]) if args.against else None
     for each in filter(None, (sweep, against) if args.metric else ()):

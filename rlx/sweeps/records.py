@@ -117,7 +117,8 @@ def find_sweep(storage: Storage, name: str | None) -> Storage:
     sweeps = storage / "sweeps"
     names = [each for each in sweeps.names() if (sweeps / each / PLAN_FILE).exists()]
     if not names or (name and name not in names):
-        raise ConfigError(f"no sweep {name or ''} in {sweeps.path}{nearest(name or '', names)}")
+        what = f"sweep {name}" if name else "sweeps"
+        raise ConfigError(f"no {what} in {sweeps.path}{nearest(name or '', names)}")
     newest = max(names, key=lambda each: sweeps.filesystem.get_file_info((sweeps / each / PLAN_FILE).path).mtime)
     return sweeps / (name or newest)
 

@@ -101,3 +101,13 @@ def test_what_somebody_else_wrote_is_not_handed_on(tmp_path: Path) -> None:
     assert analyze._not_own(runs, trial, {**tree, "seed": 7}) != {}  # of another config
     (runs / "elsewhere" / SIGNATURE).write_text(Signer.new().sign(tree))
     assert analyze._not_own(runs / "below", named("../elsewhere"), tree) != {}
+
+
+@pytest.mark.parametrize("words", [[], ["--sweep", "sw1"]])
+def test_a_sweep_is_not_compared_with_itself(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rlx.tracking.services.mlflow.find_experiment", lambda *_: "1")
+    monkeypatch.setattr("rlx.analysis.loading.sweep_names", lambda *_: ["sw1", "sw0"])
+    assert analyze.main([*words, "--against", "sw1", "--storage", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith("error: --against sw1 is the analyzed sweep itself: ")

@@ -16,7 +16,7 @@ from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import SIGNATURE, Signer
 from rlx.sweeps import plans, trainable, tuner
 from rlx.sweeps.callback import DriverState
-from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState
+from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState, find_sweep
 from rlx.sweeps.tuner import SweepTuner
 
 SPACE = "SPACE = {}\n"
@@ -245,3 +245,9 @@ def test_prompts_that_trials_read_are_looked_for_on_all_nodes(monkeypatch: pytes
     space = {"model.lora_rank": 8, "data.source": tune.grid_search(["a.jsonl", "b.jsonl"])}
     tuner.shared_inputs(SweepPlan("s", {}, "space.py"), space, [])
     assert asked == [("data.source", "a.jsonl"), ("data.source", "b.jsonl")]
+
+
+def test_a_storage_without_sweeps_says_so(tmp_path: Path) -> None:
+    for name, said in ((None, "no sweeps in "), ("a", "no sweep a in ")):
+        with pytest.raises(ConfigError, match=f"^{said}{tmp_path}/sweeps$"):
+            find_sweep(Storage.local(tmp_path), name)
