@@ -209,20 +209,9 @@ class CheckpointWriter:
         except StorageError as error:
             raise StorageError(str(error) + self._discard(folder)) from error
         metrics = {**manifest.metrics, **manifest.evaluation, "step": manifest.step}
-        problem = self._prune()
-        return FinishedCheckpoint(folder, time.monotonic() - started, metrics, problem)
-
-    def _prune(self) -> str:
-        """Deletes old checkpoints. Returns why it cannot, the first time; the next checkpoint tries again."""
-        could_before = not self._cannot_prune
-        try:
-            prune = partial(checkpoint_catalog.prune, self.run, self.retention)
-            self._ranks.on_first(prune, f"pruning {self.run.path}")
-            self._cannot_prune = False
-        except StorageError as error:
-            self._cannot_prune = True
-            return str(error) if could_before else ""
-        return ""
+        problem = _prune(self._ranks, self.run, self.retention)
+        news, self._cannot_prune = "" if self._cannot_prune else problem, bool(problem)
+        return FinishedCheckpoint(folder, time.monotonic() - started, metrics, news)
 
     def _discard(self, folder: Storage) -> str:
         """Deletes a half-written checkpoint; returns the end of an error's text: which checkpoint is the newest."""
@@ -233,6 +222,15 @@ class CheckpointWriter:
         except OSError:
             return "; earlier checkpoints are unchanged"
         return f"; the newest complete checkpoint is {left[-1].name}" if left else "; there is no earlier checkpoint"
+
+
+def _prune(ranks: RankGroup, run: Storage, retention: Retention) -> str:
+    """Deletes old checkpoints. Returns why it cannot; the next checkpoint tries again."""
+    try:
+        ranks.on_first(partial(checkpoint_catalog.prune, run, retention), f"pruning {run.path}")
+    except StorageError as error:
+        return str(error)
+    return ""
 
 
 def _write_rank_file(shards: Mapping[str, Shard], folder: Storage, rank: int, what: str) -> _FileOutcome:
