@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from ray import tune
 from ray.tune.search import Searcher
-from ray.tune.search.sample import Categorical, Domain, Float, LogUniform, Quantized
+from ray.tune.search.sample import Categorical, Domain, Float, Integer, LogUniform, Quantized
 from ray.tune.search.variant_generator import generate_variants
 
 from rlx.config.errors import ConfigError
 from rlx.config.sweep import DEFAULT_METRIC, SearchName
-from rlx.sweeps.space import MODE, SINGLE_VALUE, Space
+from rlx.sweeps.space import MODE, SINGLE_VALUE, Space, quantum
 
 Points = Sequence[dict[str, Any]]
 """settings to suggest first, in this order: those that a sweep tried before a resume"""
@@ -61,6 +61,9 @@ def _optuna(space: Space, count: int, seed: int, points: Points) -> Searcher:
     import optuna
     from ray.tune.search.optuna import OptunaSearch
 
+    for key, domain in space.items():
+        if isinstance(domain, Integer) and quantum(domain) not in (None, 1) and _is_log(domain):
+            raise ConfigError(f"--search optuna takes no multiples on a log scale for {key}: use tune.lograndint")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     space = OptunaSearch.convert_search_space(space)
     return OptunaSearch(space, metric=DEFAULT_METRIC, mode=MODE, seed=seed, points_to_evaluate=list(points) or None)
@@ -122,8 +125,9 @@ def _unscale(domain: Float, part: float) -> float:
     return float(domain.lower + (domain.upper - domain.lower) * part)
 
 
-def _is_log(domain: Float) -> bool:
-    return isinstance(domain.sampler, LogUniform)
+def _is_log(domain: Integer | Float) -> bool:
+    sampler = domain.sampler
+    return isinstance(sampler.sampler if isinstance(sampler, Quantized) else sampler, LogUniform)
 
 
 def _bayesopt(space: Space, count: int, seed: int, points: Points) -> Searcher:

@@ -221,6 +221,6 @@ def rounded(value: float) -> float:
 
 
 def _plain(value: Any, domain: Any) -> Any:
-    """A suggested value as a type of Python, rounded if it comes from a range of floats."""
+    """A suggested value as a type of Python; of a range the nearest number, for searches go past ends and multiples."""
     value = value.item() if hasattr(value, "item") else value  # NumPy scalars
-    return nearest_in(domain, value) if isinstance(domain, Float) else value
+    return nearest_in(domain, value) if isinstance(domain, Integer | Float) else value

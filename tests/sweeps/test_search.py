@@ -218,6 +218,23 @@ def test_a_trials_settings_are_what_was_drawn_to_four_digits_and_the_constants()
     }
 
 
+@pytest.mark.parametrize(
+    ("domain", "drawn", "given"),
+    [(tune.qrandint(1, 7, 3), [0, 1, 4, 7], [3, 3, 3, 6]), (tune.qlograndint(1, 9, 4), [0], [4])],
+)
+def test_a_number_that_a_search_draws_outside_its_range_is_put_back(
+    domain: Any, drawn: list[int], given: list[int]
+) -> None:
+    assert [complete_settings({"seed": domain}, {"seed": value})["seed"] for value in drawn] == given
+
+
+@pytest.mark.parametrize("name", ["random", "optuna", "hyperopt"])
+def test_every_search_gives_multiples_within_a_quantized_range(name: SearchName) -> None:
+    space = {"seed": tune.qrandint(1, 7, 3)}
+    given = [complete_settings(space, each)["seed"] for each in suggestions(searcher(name, space, 20, 0), 20)]
+    assert set(given) == {3, 6}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Searches
 
@@ -334,6 +351,7 @@ def test_bayesopt_looks_at_a_logarithmic_range_by_its_logarithm() -> None:
         ),
         ("bayesopt", CHOICES, "--search bayesopt needs an unbroken range for train.ppo_epochs: use tune.uniform"),
         ("bayesopt", {"seed": tune.randint(0, 9)}, "--search bayesopt needs an unbroken range for seed"),
+        ("optuna", {"seed": tune.qlograndint(4, 64, 4)}, "--search optuna takes no multiples on a log scale for seed"),
         ("bayesopt", {"seed": 3}, "--search bayesopt has nothing to vary"),
         ("optuna", {"seed": 3}, "--search optuna has nothing to vary"),
         (
