@@ -102,6 +102,15 @@ def test_every_setting_has_a_meaning_and_the_defaults_are_a_complete_config() ->
         ({"name": "a/b"}, "name = 'a/b': string should match pattern"),
         ({"name": "a" * 129}, f"name = '{'a' * 129}': string should have at most 128 characters"),
         ({1: 2}, "1 = 1: keys should be strings"),
+        ({"seed": True}, "seed = True: expected a number, not true or false"),
+        ({"train": {"steps": True}}, "train.steps = True: expected a number, not true or false"),
+        ({"train": {"ema_decay": False}}, "train.ema_decay = False: expected a number, not true or false"),
+        ({"train": {"adam_betas": [True, 0.9]}}, "train.adam_betas = [True, 0.9]: expected a number, not true"),
+        ({"reward": {"functions": {"task": True}}}, "reward.functions = {'task': True}: expected a number, not true"),
+        (
+            {"eval": {"sets": [{"name": "a", "source": "arithmetic", "samples": True}]}},
+            "eval.sets.0.samples = True: expected a number, not true or false",
+        ),
     ],
 )
 def test_a_bad_value_is_refused_in_one_line_with_its_key_and_what_is_allowed(

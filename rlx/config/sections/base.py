@@ -6,6 +6,7 @@ The text under a setting is its --help text.
 from __future__ import annotations
 
 import re
+import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, Self
 
@@ -31,6 +32,21 @@ class Section(pydantic.BaseModel):
     def as_given(self, key: str) -> Any:
         """The value of a setting as a file or an option has it."""
         return getattr(self, key)
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _check_truth(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        """Pydantic takes true for 1, and YAML `yes` for true."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        entries = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        if _may_be(kind, int, float) and not _may_be(kind, bool) and any(isinstance(each, bool) for each in entries):
+            raise ValueError("expected a number, not true or false (which yes and no are in YAML)")
+        return value
+
+
+def _may_be(annotation: Any, *kinds: type) -> bool:
+    """Whether an annotation has one of some types in it."""
+    return annotation in kinds or any(_may_be(each, *kinds) for each in typing.get_args(annotation))
 
 
 def _check_resources(resources: dict[str, float]) -> dict[str, float]:
