@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
@@ -57,7 +58,19 @@ def test_a_conversation_may_be_json_in_a_text(tmp_path: Path) -> None:
         sources.first_rows(DataConfig(source=str(file)), 2)
 
 
-@pytest.mark.parametrize("text", ["[]", "[1, 2]", '[{"role": "admin"}]', '[{"a": 1}, 2]', "[x] or not?", "[" * 99_999])
+def test_a_conversation_as_python_prints_it_is_refused_with_its_row(tmp_path: Path) -> None:
+    file, turns = tmp_path / "p.csv", [system("Add."), user("1 + 1?")]
+    for printed in (turns, np.array(turns), [{"content": "it's {x}", "role": "user"}]):
+        pd.DataFrame({"question": [printed], "answer": [2]}).to_csv(file)
+        with pytest.raises(
+            ConfigError, match=r"p\.csv: row 2: messages written by Python, not JSON: .* json\.dumps, or"
+        ):
+            sources.first_rows(DataConfig(source=str(file)), 1)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "[1, 2]", "[{'a': 1}]", '[{"role": "admin"}]', '[{"a": 1}, 2]', "[x] or not?", "[" * 99_999]
+)
 def test_other_text_in_brackets_is_a_question(text: str) -> None:
     row = Columns().row({"question": text, "answer": 1})
     assert row["question"] == text and row["messages"] is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from rlx.types import SYSTEM_ROLES, AnswerCheck, Prompt
 _ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool", "function", "ipython")
 """chat templates may pass over a message with another role, or write it as if a user had said it; the last two are of
 older templates and of Llama's"""
+_PRINTED = re.compile(rf"\s*\[\s*{{\s*(?=').*'role': '(?:{'|'.join(_ROLES)})'", re.DOTALL)
+"""messages as pandas writes a column of lists into a CSV file"""
 _CALLS = ("tool_calls", "function_call")
 """what a message has beside its content if it calls tools"""
 
@@ -177,9 +180,16 @@ def no_column(column: str, names: Sequence[str], setting: str) -> str:
 
 
 def _from_json(cell: str) -> str | list[Any]:
-    """The messages in a cell that is a conversation as JSON, as formats without lists have it; else the cell itself."""
+    """The messages in a cell that is a conversation as JSON, as formats without lists have it; else the cell itself.
+
+    Raises:
+        ValueError: it is a conversation as Python prints it.
+    """
     if not cell.lstrip().startswith("["):
         return cell
+    if _PRINTED.match(cell):
+        way = "write this column with json.dumps, or the file as Parquet"
+        raise ValueError(f"messages written by Python, not JSON: {cell!r:.80}; {way}")
     try:
         found = json.loads(cell)
     except (ValueError, RecursionError):
