@@ -14,7 +14,7 @@ import math
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -168,6 +168,8 @@ class Unusable:
 
 def portable(returned: Any) -> Any:
     """What a function returned as floats, which any process can read; `Unusable` for what is no finite number."""
+    if isinstance(returned, Mapping | Set):  # a list of one would have its keys for scores
+        return Unusable(f"a {type(returned).__name__}, not a list of scores: {brief(returned)}")
     try:
         values = list(returned)
     except Exception:  # not even a sequence

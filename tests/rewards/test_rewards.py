@@ -601,6 +601,8 @@ def test_numeric_without_a_number_to_expect_is_refused() -> None:
     [
         ("return [float(a) for a in answers]", None),
         ("return []", "0 scores for 2 responses, from prompt 0 ('1 + 1?') on: []"),
+        ("return {1.0: 'a', 0.0: 'b'}", "a dict, not a list of scores: {1.0: 'a', 0.0: 'b'} for 2 responses, from"),
+        ("return {0.5, 1.0}", "a set, not a list of scores: {0.5, 1.0} for 2 responses, from"),
         ("return 'xy'", "'x' is not a finite score, for prompt 0 ('1 + 1?')"),
         ("raise OSError(completions[1])", "raised OSError('4') at "),
     ],
