@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from rlx.algorithms import masking
 from rlx.config.run import RunConfig
+from rlx.config.sections.model import ModelConfig
+from rlx.config.sections.records import CheckpointConfig
 from rlx.config.sections.rollout import HARMLESS_SAMPLING
 from rlx.models.engine_logprobs import EngineScorer, bad_word_tokens
 from rlx.training.collector import RolloutCollector
@@ -71,12 +73,14 @@ def _round_figures(trainer: Trainer, collector: RolloutCollector) -> dict[str, f
     batch, stats = update(trainer, batch, deferred)
     own = stats.losses.sums | kl_sums | {"updated": stats.losses.tokens, "tokens": batch.mask.sum()}
     s = trainer.sum_over_ranks(own)
+    trained, signal = s["updated"], trainer.max_over_ranks([float(batch.advantages.abs().max())])[0]
     return {f"grad_norm/{name}": float(norm) / stats.optimizer_steps for name, norm in stats.grad_norms.items()} | {
-        "ratio": abs(s["policy/ratio"] / s["updated"] - 1),
-        "clipped": s["policy/clip_fraction"] / s["updated"],
+        "untrained": float(trained == 0),  # algorithm.mask_truncated may leave nothing
+        "ratio": abs(s["policy/ratio"] / trained - 1) if trained else 0.0,
+        "clipped": s["policy/clip_fraction"] / max(trained, 1),
         "kl": abs(s["kl/penalty"]) / s["tokens"],
         "gap": engine_gap(trainer, collector, batch),
-        "signal": trainer.max_over_ranks([float(batch.advantages.abs().max())])[0],
+        "signal": signal if trained else 0.0,
     }
 
 
@@ -156,7 +160,15 @@ def nudged(trainer: Trainer) -> Iterator[None]:
             shard.copy_(old)
 
 
-def verdicts(figures: Mapping[str, float], dtype: str, has_reference: bool) -> list[Verdict]:
+def starts_at_reference(reference: str, model: ModelConfig, checkpoint: CheckpointConfig) -> bool:
+    """Whether the policy begins as its reference is; `reference`: which one it has, `RunConfig.resolved_reference`."""
+    if reference == "none" or model.reference_path:
+        return False
+    copies_start = reference == "copy" and model.reference_weights == "start" and checkpoint.init_state == "weights"
+    return copies_start or checkpoint.init_from is None
+
+
+def verdicts(figures: Mapping[str, float], dtype: str, starts_at_reference: bool) -> list[Verdict]:
     """Judges the figures of `examine`, one line each; `dtype`: of the engines."""
     rounding, mismatch = _ROUNDING[dtype], _MISMATCH[dtype]
     stale = figures["stale_gap"]
@@ -165,6 +177,7 @@ def verdicts(figures: Mapping[str, float], dtype: str, has_reference: bool) -> l
         return Verdict(what, figures[name], f"at most {limit:g}", figures[name] <= limit)
 
     lines = [
+        at_most("rounds without a token to train on", "untrained", 0.0),
         at_most("ratio of current to old policy, its distance from 1", "ratio", rounding),
         at_most("fraction of tokens whose ratio is clipped", "clipped", 0.0),
         at_most("weights moved at learning rate 0", "moved", 0.0),
@@ -172,8 +185,8 @@ def verdicts(figures: Mapping[str, float], dtype: str, has_reference: bool) -> l
         at_most("the same after a sync of changed weights", "sync_gap", mismatch),
         Verdict("the same without the sync", stale, "more than twice the line above", stale > 2 * figures["sync_gap"]),
     ]
-    if has_reference:
-        lines.insert(2, at_most("KL to the reference at the start, per token", "kl", rounding))
+    if starts_at_reference:
+        lines.insert(3, at_most("KL to the reference at the start, per token", "kl", rounding))
     return lines + [_norm_verdict(name, figures) for name in sorted(figures) if name.startswith("grad_norm/")]
 
 

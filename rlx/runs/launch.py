@@ -245,7 +245,8 @@ def examine(
         tree = doctor.with_no_learning(config).model_dump()
         job = JobSpec(tree, prepared.model_path, folder, tracking=None, examine=True)
         figures = leased.run(prepared, job, _ignore, notify)
-    return doctor.verdicts(figures, config.model.dtype, config.resolved_reference != "none")
+    at_reference = doctor.starts_at_reference(config.resolved_reference, config.model, config.checkpoint)
+    return doctor.verdicts(figures, config.model.dtype, at_reference)
 
 
 def send_pending(services: Sequence[TrackingService], folder: Storage, notify: Notify) -> bool:

@@ -306,7 +306,7 @@ def test_the_doctor_finds_a_sound_setup_sound(
     config = many_rewards("check", algorithm__advantage="gae", **every)
     lines = launch.examine(preflight.prepare(config), KEPT)
     assert [line.what for line in lines if not line.passed] == []
-    assert len(lines) == 8  # the critic is a head here
+    assert len(lines) == 9  # the critic is a head here
     assert sorted(storage.rglob("*")) == before  # it leaves no run
 
 
