@@ -136,7 +136,8 @@ def largest(mesh: Mesh, values: Tensor, count: int) -> float:
 def over_ranks(trainer: Trainer, updates: Updates) -> dict[str, float]:
     """The value of each metric over all ranks, the same bits on every rank; every rank calls it, with equal names.
 
-    Of neighbours, which have the same completions, only the first counts, but for a `Maximum`.
+    A `Ratio` to nothing is left out. Of neighbours, which have the same completions, only the first counts, but for a
+    `Maximum`.
     """
     for name, (kind, *values) in updates.items():
         if name not in trainer.aggregates:
@@ -146,6 +147,9 @@ def over_ranks(trainer: Trainer, updates: Updates) -> dict[str, float]:
     metrics = {name: trainer.aggregates[name] for name in updates}
     states, result = reduced_states(trainer, metrics.values()), {}
     for name, metric in metrics.items():
+        if isinstance(metric, Ratio) and not states[id(metric.parts)][1]:
+            metric.reset()
+            continue
         # torchmetrics asks for the states of all ranks; the reduction of the only one in the list is itself.
         metric.dist_sync_fn = lambda state, group: [states[id(state)]]
         result[name] = float(metric.compute())

@@ -78,7 +78,8 @@ def aggregated(rank: int, ranks: int) -> list[dict[str, float]]:
     """Two steps: all metrics; then some of them, with other values."""
     trainer, size = trainer_of(Mesh.of("cpu", 1)), 4 // ranks
     whole = over_ranks(trainer, updates(slice(rank * size, (rank + 1) * size)))
-    again = over_ranks(trainer, {"mean": (Mean, [float(rank)]), "largest": (Maximum, float(rank))})
+    some: Updates = {"mean": (Mean, [float(rank)]), "largest": (Maximum, float(rank)), "ratio": (Ratio, 0.0, 0.0)}
+    again = over_ranks(trainer, some)
     return [whole, again]
 
 
@@ -87,7 +88,7 @@ def test_each_kind_by_hand(ranks: int, on_ranks: OnRanks) -> None:
     results = on_ranks(ranks, aggregated)
     whole, again = results[0]
     assert whole == pytest.approx(BY_HAND, rel=1e-12, abs=1e-8)
-    # Nothing of the first step is left, and a metric without values is left out.
+    # Nothing of the first step is left, and a metric without values is left out, as a ratio to nothing is.
     assert again == {"mean": (ranks - 1) / 2, "largest": ranks - 1}
     assert all(other == results[0] for other in results)
 
