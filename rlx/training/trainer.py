@@ -34,6 +34,7 @@ class SupervisedRows:
 
     stream: PromptStream
     tokenizer: Any
+    end: tuple[int, ...]  # what follows an answer: the first of `loading.end_tokens`; nothing if the model has none
     max_tokens: int  # longer answers are cut
     batch_size: int  # rows of an optimizer step, over all replicas
 
@@ -43,7 +44,7 @@ class SupervisedRows:
         rows = []
         for prompt in self.stream.next(self.batch_size):
             ids = self.tokenizer(prompt.answer, add_special_tokens=False).input_ids
-            ids = tuple([*ids, self.tokenizer.eos_token_id][: self.max_tokens])
+            ids = (*ids, *self.end)[: self.max_tokens]
             completion = Completion(prompt, 0, ids, (0.0,) * len(ids), finished=True, version=0)
             rows.append(ScoredCompletion(completion, 0.0, True, {}))
         return build_batch(rows, self.tokenizer.pad_token_id or 0).to(device)

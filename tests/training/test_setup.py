@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,8 +19,10 @@ from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.training.checkpointing import PinnedMemory
 from rlx.training.optimizers.choice import make_optimizer
 from rlx.training.optimizers.groups import base_lrs
+from rlx.training.setup import tables
 from rlx.training.setup.rank import threads
 from rlx.training.setup.rollouts import sampling_of
+from rlx.types import Prompt
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -104,6 +106,21 @@ def test_answers_end_with_every_token_that_vllm_ends_them_with(
     none = torch.tensor([], dtype=torch.int64)
     first = engine_logits(torch.zeros(9), none, none, sampling, [])
     assert set((first == -torch.inf).nonzero().flatten().tolist()) == set(ends)
+
+
+@pytest.mark.parametrize(("in_config", "end"), [([7, 5], [7]), (None, [])])
+def test_supervised_answers_end_as_the_model_ends_them_also_without_an_eos_of_the_tokenizer(
+    in_config: Any, end: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LlamaConfig(**SIZES, eos_token_id=in_config).save_pretrained(tmp_path)
+    (tokenizer := tiny.build_tokenizer()).eos_token = None
+    stream = SimpleNamespace(next=lambda count: [Prompt(0, (1, 2), "1 + 1", "2")] * count)
+    monkeypatch.setattr(tables, "share_of", lambda *given: SimpleNamespace(stream=lambda seed: stream))
+    config = from_tree({"data": {"ptx_source": "a.jsonl", "ptx_batch": 1}, "algorithm": {"ptx_coef": 0.1}})
+    inputs: Any = SimpleNamespace(config=config, model_path=str(tmp_path))
+    rows: Any = tables.supervised_rows(inputs, cast(Any, None), tokenizer)
+    batch = rows.batch(0, torch.device("cpu"))
+    assert batch.ids[0].tolist() == [1, 2, *tokenizer("2", add_special_tokens=False).input_ids, *end]
 
 
 def test_a_checkpoint_is_copied_where_memory_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

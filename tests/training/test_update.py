@@ -146,9 +146,9 @@ def trainer_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: 
     answers = None
     if config.data.ptx_source:
         rows = stream.PromptStream(stream.TableRows(ANSWERS), 0, mesh.dp_rank, mesh.dp_size)
-        answers = trainer.SupervisedRows(
-            rows, prompts.load_tokenizer(path), config.rollout.max_tokens, config.data.ptx_batch
-        )
+        tokenizer = prompts.load_tokenizer(path)
+        end = (tokenizer.eos_token_id,)
+        answers = trainer.SupervisedRows(rows, tokenizer, end, config.rollout.max_tokens, config.data.ptx_batch)
     return trainer.Trainer(
         config=config,
         mesh=mesh,

@@ -11,6 +11,7 @@ from rlx.data.curriculum import CurriculumStream
 from rlx.data.mixture import JoinedRows, MixedOrder
 from rlx.data.stream import PromptStream, Share
 from rlx.mesh import Mesh
+from rlx.models.loading import end_tokens
 from rlx.training.setup.inputs import TrainingInputs
 from rlx.training.trainer import SupervisedRows
 
@@ -43,4 +44,5 @@ def supervised_rows(inputs: TrainingInputs, mesh: Mesh, tokenizer: Any) -> Super
     if not config.data.ptx_source:
         return None
     rows = share_of(inputs, mesh, ["ptx"]).stream(config.seed)
-    return SupervisedRows(rows, tokenizer, config.rollout.max_tokens, config.data.ptx_batch)
+    ends = end_tokens(inputs.model_path, tokenizer, config.model.trust_remote_code)
+    return SupervisedRows(rows, tokenizer, ends[:1], config.rollout.max_tokens, config.data.ptx_batch)
