@@ -198,6 +198,12 @@ def nearest(word: str, choices: Sequence[str]) -> str:
     return f"; nearest: {similar[0]}" if similar else ""
 
 
+def meant(name: str, known: Sequence[str]) -> str:
+    """A hint for a name that is not known: what is called so elsewhere, or the nearest one."""
+    here, note = called_here(name, known)
+    return f"; here it is {here}{note}" if here else nearest(name, known)
+
+
 def called_here(name: str, known: Collection[str]) -> tuple[str, str]:
     """What is called so elsewhere, if it is one of the known names, and a note that begins with a space.
 

@@ -25,6 +25,7 @@ from rlx.config.sections.base import flatten
 from rlx.config.sections.data import DEFAULT_SOURCE
 
 _QUOTED = r"'([^']*)'"
+_UNSPACED = re.compile(r"(.+:)[-+.\d]\S*")  # an entry such as numeric:1, which YAML takes for a name alone
 _SHOWN_CHARACTERS = 300
 _MOST_VALUES = 100_000
 _MOVING = ("checkpoint.", "tracking.", "name", "storage", "ray_address", "wait_for_resources", "train.steps")
@@ -213,6 +214,8 @@ def _explain(error: ErrorDetails) -> str:
         return f"{key} is missing"
     if error["type"] in _NOT_OF_TEXT and (problem := _in_brackets(value)):
         message = problem
+    elif value is None and (entry := _UNSPACED.fullmatch(str(error["loc"][-1]))):
+        message = f"a space is missing after {entry[1]}"
     elif error["type"] == "model_type":
         inside = next((name for name in settings() if name.startswith(f"{key}.")), f"{key}.source")
         message = f"expected a section of settings, such as {inside}"

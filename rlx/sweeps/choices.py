@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rlx.analysis.comparison.cost import Amount
-from rlx.config.errors import ConfigError, called_here, nearest
-from rlx.config.run import is_setting, may_change, setting_keys
+from rlx.config.errors import ConfigError, meant, nearest
+from rlx.config.run import is_setting, may_change, sections, setting_keys
 from rlx.config.sections.reward import CORRECTNESS
 from rlx.config.sweep import DEFAULT_ALPHA, DEFAULT_METRIC, SchedulerName
 from rlx.runs import preflight, run_folder
@@ -169,10 +169,11 @@ def tell_unscheduled(plan: SweepPlan, keys: Iterable[str]) -> None:
 
 def check_key(key: Any, path: str) -> None:
     """Raises ConfigError if the space in a file cannot vary a setting of this name."""
+    if key in sections():
+        first = next(name for name in setting_keys() if name.startswith(f"{key}."))
+        raise ConfigError(f"--space {path}: {key}: settings have dotted keys here, such as {first}")
     if not isinstance(key, str) or not is_setting(key):
-        here, note = called_here(str(key), setting_keys())
-        hint = f"; here it is {here}{note}" if here else nearest(str(key), setting_keys())
-        raise ConfigError(f"--space {path}: unknown setting {key}{hint}")
+        raise ConfigError(f"--space {path}: unknown setting {key}{meant(str(key), setting_keys())}")
     if key.startswith(_RESOURCES):
         raise other_resources(key, path)
     if key.startswith(_SHARED):

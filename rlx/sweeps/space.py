@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import importlib.util
+import math
 import shutil
 import tempfile
 import traceback
@@ -22,7 +23,6 @@ from ray.tune.search.sample import Categorical, Domain, Float, Function, Integer
 from rlx.cluster.resources import ResourcePlan, plan_resources
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
-from rlx.config.run import sections
 from rlx.config.sweep import Mode
 from rlx.sweeps.choices import check_key, other_resources
 
@@ -44,8 +44,8 @@ def load_space(path: str, tree: Mapping[str, Any]) -> Space:
         ConfigError: no such file or function, an unknown setting, or a value that the setting does not accept.
     """
     space = _call_space(path)
-    for key, domain in space.items():
-        _check_name(key, domain, path)
+    for key in space:
+        check_key(key, path)
     constants = {key: value for key, value in space.items() if _is_constant(value)}
     for key, domain in space.items():
         _check(key, domain, path, with_overrides(dict(tree), constants))
@@ -110,14 +110,6 @@ def _is_constant(domain: Any) -> bool:
     return isinstance(domain, _PLAIN) and not (isinstance(domain, Mapping) and "grid_search" in domain)
 
 
-def _check_name(key: str, domain: Any, path: str) -> None:
-    if key in sections() and isinstance(domain, Mapping):
-        raise ConfigError(
-            f"--space {path}: {key}: settings have dotted keys here, such as {key}.{next(iter(domain), '...')}"
-        )
-    check_key(key, path)
-
-
 def _check(key: str, domain: Any, path: str, tree: Mapping[str, Any]) -> None:
     if isinstance(domain, Function):
         raise ConfigError(f"--space {path}: {key}: tune.sample_from hides its values: use a range or choices")
@@ -132,8 +124,10 @@ def _check(key: str, domain: Any, path: str, tree: Mapping[str, Any]) -> None:
 
 
 def _check_range(key: str, domain: Integer | Float, path: str) -> None:
-    """Raises ConfigError if nothing lies between the ends of a range: every trial would get the same end of it."""
+    """Raises ConfigError for a range without ends, or with nothing between them: every trial would get the same end."""
     lower, upper = domain.lower, domain.upper
+    if math.isinf(lower):
+        raise ConfigError(f"--space {path}: {key}: a normal distribution has no ends to check: use tune.uniform")
     none = f"--space {path}: {key} has no values to choose from between {lower:g} and {upper:g}"
     if lower > upper:
         raise ConfigError(f"{none}; the lower end comes first: {upper:g}, {lower:g}")

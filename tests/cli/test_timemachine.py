@@ -166,6 +166,12 @@ Command = Callable[[list[str]], int]
         (verify.main, ["a"], "MLflow at sqlite://"),
         (whatif.main, ["a", "--steps", "3", "--set", "algorithm.clip_high=0.3"], "a: expected RUN@STEP, such as a@30"),
         (whatif.main, ["b@10", "--steps", "3", "--set", "algorithm.clip_high=0.3"], "no run 'b' in"),
+        (whatif.main, ["a@10", "--steps", "3", "--set", "a=b"], "--set a=b: unknown setting a"),
+        (
+            whatif.main,
+            ["a@10", "--steps", "3", "--set", "train.lr=1"],
+            "unknown setting train.lr; here it is train.actor_lr",
+        ),
         (lineage.main, [], "no sweep"),
     ],
 )

@@ -102,6 +102,11 @@ def test_every_setting_has_a_meaning_and_the_defaults_are_a_complete_config() ->
         ({"name": "a/b"}, "name = 'a/b': string should match pattern"),
         ({"name": "a" * 129}, f"name = '{'a' * 129}': string should have at most 128 characters"),
         ({1: 2}, "1 = 1: keys should be strings"),
+        (
+            {"reward": {"functions": {"numeric:1": None}}},
+            "reward.functions.numeric:1 = None: a space is missing after numeric:",
+        ),
+        ({"reward": {"functions": {"a.b:f": None}}}, "reward.functions.a.b:f = None: input should be a valid number"),
         ({"seed": True}, "seed = True: expected a number, not true or false"),
         ({"train": {"steps": True}}, "train.steps = True: expected a number, not true or false"),
         ({"train": {"ema_decay": False}}, "train.ema_decay = False: expected a number, not true or false"),

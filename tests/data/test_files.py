@@ -302,6 +302,15 @@ def test_columns_that_a_semicolon_separates_are_named_as_that(tmp_path: Path) ->
     (tmp_path / "a.csv").write_text("question;answer\n1;2\n")
     with pytest.raises(ConfigError, match=r"it has question;answer: its columns are separated by ;"):
         sources.check_source(f"{tmp_path}/a.csv", FILES, "data.source")
+    (tmp_path / "a.csv").write_text("question\tanswer\n1\t2\n")
+    with pytest.raises(ConfigError, match=r"its columns are separated by tabs, where , is expected"):
+        sources.check_source(f"{tmp_path}/a.csv", FILES, "data.source")
+
+
+def test_blanks_around_the_name_of_a_column_are_seen(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("question, answer\n1,2\n")
+    with pytest.raises(ConfigError, match=r"no column 'answer', it has question, ' answer'; nearest: ' answer';"):
+        sources.check_source(f"{tmp_path}/a.csv", FILES, "data.source")
 
 
 def test_an_empty_file_among_others_has_no_rows(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from rlx.config.errors import ConfigError
 from rlx.config.sweep import SchedulerName
-from rlx.sweeps.choices import check_choices, tell_unscheduled
+from rlx.sweeps.choices import check_choices, check_key, tell_unscheduled
 from rlx.sweeps.plans import schedule_of
 from rlx.sweeps.records import SweepPlan, read_plan
 
@@ -158,3 +158,8 @@ def test_a_metric_of_what_is_not_rewarded_is_told_of(
     (tmp_path / "space.py").write_text(FILES["space.py"])
     check_choices(SweepPlan("s", {"reward": reward}, str(tmp_path / "space.py"), metric=metric))
     assert is_told == any("--metric eval/reward compares them" in message for message in caplog.messages)
+
+
+def test_a_section_in_a_space_is_told_how_its_settings_are_written() -> None:
+    with pytest.raises(ConfigError, match=r"^--space s\.py: train: settings have dotted keys here, such as train\."):
+        check_key("train", "s.py")

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlx.cli import listing
 from rlx.cli.options import CommandParser, end_on_signals, parse, settings_parser, signal_received
-from rlx.config.errors import ConfigError
-from rlx.config.run import RunConfig
+from rlx.config.errors import ConfigError, meant
+from rlx.config.run import RunConfig, is_setting, setting_keys
 from rlx.tracking import console
 
 if TYPE_CHECKING:
@@ -147,6 +147,10 @@ def changed_settings(words: Sequence[str]) -> dict[str, Any]:
     """
     if wrong := [word for word in words if "=" not in word]:
         raise ConfigError(f"--set {wrong[0]}: expected SETTING=VALUE, such as algorithm.clip_high=0.28")
+    for word in words:
+        key = word.partition("=")[0].replace("-", "_")
+        if not is_setting(key):
+            raise ConfigError(f"--set {word}: unknown setting {key}{meant(key, setting_keys())}")
     parser = settings_parser("", "")
     return {key: value for word in words for key, value in parse(parser, [f"--{word}"])[1].items()}
 

@@ -173,10 +173,12 @@ def _no_entry(name: str, names: Sequence[str]) -> str:
 
 def no_column(column: str, names: Sequence[str], setting: str) -> str:
     """The line about a column that is not among the names of a table: what there is, and which setting names it."""
-    found = f"no column {column!r}, it has {', '.join(names) or 'none'}"
-    if len(names) == 1 and ";" in names[0]:
-        return f"{found}: its columns are separated by ;, where , is expected"
-    return f"{found}{nearest(column, names)}; {setting} names another"
+    shown = [name if name == name.strip() else repr(name) for name in names]  # blanks at an end are not seen otherwise
+    found = f"no column {column!r}, it has {', '.join(shown) or 'none'}"
+    for mark, word in ((";", ";"), ("\t", "tabs")):
+        if len(names) == 1 and mark in names[0]:
+            return f"{found}: its columns are separated by {word}, where , is expected"
+    return f"{found}{nearest(column, shown)}; {setting} names another"
 
 
 def _from_json(cell: str) -> str | list[Any]:
