@@ -57,6 +57,8 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | N
     Raises:
         ConfigError: the file cannot be read, a setting is unknown, or a value is not allowed.
     """
+    if isinstance(path, Mapping):
+        raise ConfigError("load_config: the first argument is a file; give settings as overrides=")
     tree = read_yaml(str(path)) if path else {}
     return from_tree(with_experiment(with_overrides(tree, overrides or {})), str(path or "overrides"))
 
@@ -210,8 +212,8 @@ def tuner(
     from rlx.sweeps.tuner import make_tuner
 
     _check_options(options)
-    if space is None:
-        raise ConfigError("no space: give domains by dotted key, or a Python file with a function space()")
+    if not isinstance(space, Mapping | str | Path):
+        raise ConfigError(f"space {space!r:.40}: give domains by dotted key, or a Python file with a function space()")
     sizes = preflight.lengths(config.data, config.rollout, config.model.path)
     tree = with_overrides(config.model_dump(mode="json", exclude_unset=True), preflight.absolute_paths(config) | sizes)
     storage = open_storage(config.storage)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
@@ -76,6 +76,8 @@ def test_load_config_reads_a_file_and_overrides(tmp_path: Path) -> None:
         rlx.load_config(file, {"train.stepz": 9})
     with pytest.raises(rlx.ConfigError, match=r"^overrides: train\.steps = 0"):
         rlx.load_config(overrides={"train.steps": 0})
+    with pytest.raises(rlx.ConfigError, match=r"the first argument is a file; give settings as overrides="):
+        rlx.load_config(cast(Any, {"train.steps": 3}))
 
 
 def checkpoint(run: Storage, step: int, *, finished: bool = True) -> None:
@@ -150,6 +152,7 @@ def config_at(storage: Path, **overrides: Any) -> rlx.RunConfig:
     ("options", "line"),
     [
         ({"space": {"train.actor_rl": 1}}, "unknown setting train.actor_rl; nearest: train.actor_lr"),
+        ({"space": lambda: SPACE}, ": give domains by dotted key, or a Python file with"),
         ({"search": "magic"}, "search 'magic': Input should be 'random', 'grid'"),
         ({"scheduler": "magic"}, "scheduler 'magic': Input should be 'none', 'asha'"),
         ({"trials": 0}, "trials 0: Input should be greater than 0"),
