@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlx.runs import preflight
-from rlx.runs.run_folder import mlflow_run
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
+from rlx.tracking.outbox import run_id
 from rlx.tracking.services import mlflow
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,7 +106,9 @@ def same_settings(folder: Path) -> Path:
 def times(storage: Storage, folder: Storage) -> Times:
     """What MLflow has of a run."""
     uri = mlflow.default_uri(Path(storage.path))
-    run = mlflow.get_run(uri, mlflow_run(folder))
+    own = run_id(folder)
+    assert own
+    run = mlflow.get_run(uri, own)
     first_ms = min(point.at_ms for point in mlflow.history(uri, run.id, "eval/accuracy"))
     assert run.end_ms
     return Times(run.start_ms / 1000, first_ms / 1000, run.end_ms / 1000)

@@ -31,9 +31,9 @@ from rlx.cli.options import exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
-from rlx.runs.run_folder import mlflow_run
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
+from rlx.tracking.outbox import run_id
 from rlx.tracking.services import mlflow
 
 _LEARNS: dict[str, Any] = {
@@ -124,7 +124,9 @@ def swept(config: RunConfig, places: int, rates: Sequence[float], scheduler: str
 def steps(storage: Storage, run: Storage) -> int:
     """How many a trial has made."""
     uri = mlflow.default_uri(Path(storage.path))
-    return len({point.step for point in mlflow.history(uri, mlflow_run(run), "time/step")})
+    own = run_id(run)
+    assert own
+    return len({point.step for point in mlflow.history(uri, own, "time/step")})
 
 
 def variables(gpus: int | None) -> dict[str, str]:

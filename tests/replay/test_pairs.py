@@ -124,7 +124,9 @@ def test_words_of_the_commands() -> None:
     }
     with pytest.raises(ConfigError, match=r"--set algorithm.clip_high: expected SETTING=VALUE"):
         running.changed_settings(["algorithm.clip_high"])
-    with pytest.raises(ConfigError, match=r"unknown option --algorithm.clip-hi; nearest: --algorithm.clip-high"):
+    with pytest.raises(
+        ConfigError, match=r"--set algorithm.clip-hi=3: unknown setting algorithm.clip_hi; nearest: algorithm.clip_high"
+    ):
         running.changed_settings(["algorithm.clip-hi=3"])
 
 
