@@ -5,6 +5,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
 from rlx.cli import options, sweep
@@ -65,6 +66,7 @@ def run_slurm_script(folder: Path, head: str) -> tuple[int, list[str]]:
     return code, (folder / "calls").read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_the_slurm_script_starts_a_node_on_each_machine_and_then_the_sweep(tmp_path: Path) -> None:
     code, calls = run_slurm_script(tmp_path, "touch up")
     options = "start --block --num-cpus=4 --num-gpus=8"
@@ -74,6 +76,7 @@ def test_the_slurm_script_starts_a_node_on_each_machine_and_then_the_sweep(tmp_p
     assert (code, calls[-1]) == (0, "10.0.0.2:6379 sweep --wait-for-resources 600 --name lr")
 
 
+@pytest.mark.slow
 def test_the_slurm_script_ends_when_its_head_does_not_start(tmp_path: Path) -> None:
     code, calls = run_slurm_script(tmp_path, "exit 1")
     assert code == 1 and not any("sweep" in call for call in calls)

@@ -144,6 +144,7 @@ def test_what_runs_without_ray_does_not_import_it(module: str) -> None:
     assert {name for name in importers("ray") if name.startswith(f"rlx.{module}")} == set()
 
 
+@pytest.mark.slow
 def test_loading_training_loads_neither_ray_nor_mlflow_nor_vllm() -> None:
     """Whatever a module of rlx.training imports, directly or not, when it is loaded."""
     loaded = {name: at_load(module) for name, module in MODULES.items()}

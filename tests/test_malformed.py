@@ -137,6 +137,7 @@ def test_any_file_gives_settings_or_a_line_that_names_it(content: bytes, tmp_pat
     assert contents(tmp_path) == {str(path): content}
 
 
+@pytest.mark.slow
 @examples(80)
 @given(key=st.sampled_from(setting_keys()), place=st.floats(0, 0.999), letters=st.text("aeiost_x", max_size=2))
 def test_a_misspelt_key_is_refused_with_the_nearest(key: str, place: float, letters: str) -> None:
@@ -170,6 +171,7 @@ BAD_VALUES += [("train.a\nb", 1), (".".join("a" * 3000), 1), ("data.params" + ".
 DOTTED = st.lists(st.text(max_size=4) | st.sampled_from(["train", "steps", "data", "params"]), max_size=4).map(".".join)
 
 
+@pytest.mark.slow
 @examples(150, entry=BAD_VALUES)
 @given(entry=st.tuples(st.sampled_from([*setting_keys(), *SECTIONS]) | DOTTED, GARBAGE))
 def test_any_value_under_any_key_is_taken_or_refused_and_the_tree_stays(entry: tuple[str, Any]) -> None:
@@ -192,6 +194,7 @@ BAD_LINES += [["--train.steps", HUGE], ["--name", "a\nb"], ["--a\nb"], ["--confi
 BAD_LINES += [["--train.step", "\udcff"], ["--reward.functions.\u2028", "1"], ["a\nb"], ["--config", "/"]]
 
 
+@pytest.mark.slow
 @examples(40, words=BAD_LINES)
 @given(words=st.lists(WORDS | st.tuples(WORDS, WORDS).map("=".join), max_size=4))
 def test_any_command_line_ends_in_a_line(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,6 +256,7 @@ ANY_PARQUET = damaged(PARQUET) | st.binary(max_size=40)
 BYTES = {".jsonl": JSON_LINES, ".json": JSON_LISTS, ".csv": CSV_LINES, ".parquet": ANY_PARQUET}
 
 
+@pytest.mark.slow
 @examples(120, file=BAD_PROMPTS)
 @given(file=st.one_of(*(st.tuples(st.just(suffix), content, st.just("")) for suffix, content in BYTES.items())))
 def test_any_prompt_file_gives_rows_of_text_or_a_line(file: tuple[str, bytes, str]) -> None:
@@ -303,6 +307,7 @@ BAD_MANIFESTS += [*map(signed, BAD_FIELDS), '{"sha256": ' + "9" * 5000 + "}", "\
 CHANGED = st.dictionaries(st.sampled_from([*Manifest.model_fields, ""]), GARBAGE, min_size=1).map(signed) | JSON
 
 
+@pytest.mark.slow
 @examples(120, content=[text.encode() for text in BAD_MANIFESTS])
 @given(content=CHANGED.map(str.encode) | damaged(WRITTEN.to_json().encode()) | st.binary(max_size=40))
 def test_any_manifest_is_what_was_signed_or_refused(content: bytes, tmp_path: Path) -> None:
@@ -400,6 +405,7 @@ COUNTS = st.lists(NUMBERS | st.integers(-4, 24), max_size=3) | st.sampled_from(l
 KEYS = st.sampled_from(["data_offsets", "shape", "dtype", "whole", "offset"])
 
 
+@pytest.mark.slow
 @examples(100, changes=BAD_HEADERS)
 @given(changes=st.lists(st.tuples(st.sampled_from(["w", "b"]), KEYS, COUNTS), min_size=1, max_size=2))
 def test_a_header_that_lies_gives_nothing_that_is_not_in_the_files(changes: list[Change], tmp_path: Path) -> None:
@@ -421,6 +427,7 @@ CUT = [FILES[1][:length] for length in range(7, len(FILES[1]), 40)]
 BAD_STARTS = [struct.pack("<Q", length) + b"{}" for length in (0, 1, 3, 2**31, 2**60, 2**64 - 1)]
 
 
+@pytest.mark.slow
 @examples(120, content=[*map(with_header, BAD_TEXTS), *BAD_STARTS, b"", b"\0", b"\0" * 8, *CUT])
 @given(content=st.binary(max_size=40) | JSON.map(with_header) | damaged(FILES[1]))
 def test_a_damaged_file_gives_the_shapes_that_were_written_or_is_refused(content: bytes, tmp_path: Path) -> None:
@@ -438,6 +445,7 @@ BAD_PROFILES += ['{address: x, mount: "a\\nb"}', '{address: x, mount: "a\\0b"}',
 BAD_ADDRESSES = ["s3://[", "s3://a@b", "~no-such-user/x", "a\0b", "\ud800", "minee", "x" * 5000, "s3://\n@", ""]
 
 
+@pytest.mark.slow
 @examples(80, profile=[text.encode() for text in BAD_PROFILES])
 @given(profile=damaged(PROFILE) | st.binary(max_size=30) | GARBAGE.map(lambda tree: yaml.safe_dump(tree).encode()))
 def test_any_profile_is_an_address_or_refused(profile: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,6 +482,7 @@ BAD_RECORDS += [("result.json", f'{{"step": 40, "eval/accuracy": {value}}}') for
 BAD_RECORDS += [("config.yaml", f"seed: {text}") for text in UNFIT]
 
 
+@pytest.mark.slow
 @examples(100, record=[(name, text.encode()) for name, text in BAD_RECORDS])
 @given(record=st.one_of(*(st.tuples(st.just(n), damaged(GOOD[n][0]) | JSON.map(str.encode)) for n in GOOD)))
 def test_a_damaged_record_of_a_run_is_named(record: tuple[str, bytes], tmp_path: Path) -> None:
@@ -497,6 +506,7 @@ RECORD = {"settings": {"seed": 1}, "state": "open", "reports": [[0, 0.5]], "mess
 ANY_FIELD = {key: GARBAGE for key in PLAN}
 
 
+@pytest.mark.slow
 @examples(120, content=[text.encode() for text in ("", "{}", "null", "[]", "4", "{a", nested(1100))])
 @given(
     content=damaged(json.dumps(PLAN).encode())
@@ -514,6 +524,7 @@ def test_any_plan_of_a_sweep_is_used_or_refused(content: bytes, tmp_path: Path) 
         used_or_refused(lambda: plan.config, ConfigError)
 
 
+@pytest.mark.slow
 @examples(80, content=[b"", b"{}", b"null", nested(1100).encode(), b'{"settings": {}, "reports": [[0, "x"]]}'])
 @given(content=damaged(json.dumps(RECORD).encode()) | JSON.map(str.encode))
 def test_any_record_of_a_trial_is_read_or_named(content: bytes, tmp_path: Path) -> None:
@@ -537,6 +548,7 @@ BODIES = [
 ]
 
 
+@pytest.mark.slow
 @examples(100, code=[SPACE.replace(b"{'train.ppo_epochs': tune.choice([1, 2])}", body.encode()) for body in BODIES])
 @given(
     code=damaged(SPACE)

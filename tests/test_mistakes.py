@@ -41,6 +41,7 @@ def test_there_are_many_different_mistakes() -> None:
     assert all(shlex.join(mistakes.words_of(mistake.words)) for mistake in MISTAKES)
 
 
+@pytest.mark.slow
 def test_a_real_mistake_is_measured_in_a_folder_of_its_own() -> None:
     seen = mistakes.attempt(next(mistake for mistake in MISTAKES if "typo.yaml" in mistake.words))
     assert seen.last_line == "error: typo.yaml: unknown setting train.stepz; nearest: train.steps"

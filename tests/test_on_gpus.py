@@ -19,6 +19,7 @@ def ran(folder: Path, jobs: list[dict[str, object]], gpus: int) -> dict[str, str
     return {each.stem: each.read_text() for each in (folder / "out").iterdir()}
 
 
+@pytest.mark.slow
 def test_each_job_has_gpus_of_its_own_and_waits_for_those_before_it(tmp_path: Path) -> None:
     jobs: list[dict[str, object]] = [
         {"name": "one", "command": "echo on $CUDA_VISIBLE_DEVICES; sleep 1; exit 3"},
@@ -47,6 +48,7 @@ def test_nothing_is_left_of_a_job_whose_time_is_over(tmp_path: Path) -> None:
     assert on_gpus.processes_of("slow") == [] and not (tmp_path / "late").exists()
 
 
+@pytest.mark.slow
 def test_a_file_that_is_being_written_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At each look there is more of a second file, which may be YAML or not, until all of it is there."""
     first: list[dict[str, object]] = [{"name": "one", "command": "sleep 2; echo whole"}]

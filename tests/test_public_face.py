@@ -60,6 +60,7 @@ def test_other_names_are_refused() -> None:
         _ = rlx.sweep
 
 
+@pytest.mark.slow
 def test_importing_rlx_imports_no_library() -> None:
     assert imported("import rlx") & HEAVY == set()
     assert imported("import rlx; rlx.load_config(None, {'train.steps': 3})") & (HEAVY - {"pydantic"}) == set()
@@ -118,6 +119,7 @@ def test_runs_that_cannot_begin_or_go_on_are_refused(tmp_path: Path) -> None:
         rlx.train(rlx.load_config(None, {"storage": str(tmp_path), "name": "mine"}))
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_before_the_start_leaves_its_details_in_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,6 +234,7 @@ def test_the_command_tells_its_version_and_commands(capsys: pytest.CaptureFixtur
     assert list(COMMANDS) == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["rlx", "rlx.cli.main"])
 def test_the_command_runs_as_a_module_of_python(module: str) -> None:
     def ran(*words: str) -> tuple[int, str, str]:
@@ -301,6 +304,7 @@ def test_the_wheel_has_every_file_of_rlx(wheel: Path) -> None:
     assert "rlx = rlx.cli.main:main" in entry_points.read_text()
 
 
+@pytest.mark.slow
 def test_an_installed_rlx_finds_its_defaults(wheel: Path, tmp_path: Path) -> None:
     code = (
         "from rlx.cli.sweep import DEFAULT_SETTINGS, ModelConfig, default_space; from rlx.config import experiment\n"

@@ -76,6 +76,7 @@ def found(store: tuple[str, Path]) -> tuple[Sweep, list[Group], Evidence]:
 Found = tuple[Sweep, list[Group], Evidence]
 
 
+@pytest.mark.slow
 def test_a_clear_winner_is_named_with_its_interval(found: Found) -> None:
     _, groups, evidence = found
     assert evidence.rivals == []

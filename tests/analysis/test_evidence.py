@@ -71,6 +71,7 @@ def loaded(uri: str, name: str = "judged") -> Any:
     return found, group_trials(found)
 
 
+@pytest.mark.slow
 def test_settings_are_paired_by_seed_and_question(uri: str) -> None:
     """At step 4 the differences are 0, 1/2, 0, 0 on one seed and 0, 0, 1/2, 1/2 on the other: 3/16 on average. The
     third was stopped at step 2: 1/2, 1/2, 0, -1/2 and 1, 1/2, 0, 0 there, 1/4 on average."""
@@ -85,6 +86,7 @@ def test_settings_are_paired_by_seed_and_question(uri: str) -> None:
     assert found.compared == 2 and found.winner is not None and found.winner.seen == pytest.approx(11 / 16)
 
 
+@pytest.mark.slow
 def test_questions_whose_mean_was_not_logged_are_no_evidence(
     tmp_path: Path, empty_database: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,6 +259,7 @@ def test_numbers_are_kept_for_other_programs(uri: str) -> None:
     assert set(kept["spread_of_differences"]) == {"seed", "question", "rest"}
 
 
+@pytest.mark.slow
 def test_two_sweeps_are_paired_by_their_questions(uri: str, tmp_path: Path) -> None:
     first, other = loaded(uri)[0], loaded(uri, "other")[0]
     report.write_report(first, tmp_path, uri, compared=report.comparisons(first, against=other))
@@ -271,6 +274,7 @@ def test_two_sweeps_are_paired_by_their_questions(uri: str, tmp_path: Path) -> N
     assert all(f"<h2>{heading}</h2>" in html for heading in headings)
 
 
+@pytest.mark.slow
 def test_the_best_of_several_needs_more_to_be_ahead_of_another_sweep(uri: str) -> None:
     first, other = loaded(uri)[0], loaded(uri, "other")[0]
     pair = report.comparisons(first, against=other)["against other"]

@@ -48,6 +48,7 @@ def test_long_curves_are_thinned_evenly_with_both_ends() -> None:
     assert gaps <= {10, 19, 20, 21, 30}  # four digits
 
 
+@pytest.mark.slow
 def test_many_trials_and_metrics_stay_below_some_megabytes() -> None:
     metrics = {f"kl_m{number}": [0.12345 * i for i in range(1000)] for number in range(50)}
     data = gather_curves([history(list(range(1000)), **metrics)] * explorer.MAX_TRIALS)

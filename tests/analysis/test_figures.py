@@ -210,6 +210,7 @@ def test_curves_are_by_tokens_if_rungs_are() -> None:
     assert figure.layout.xaxis.title.text == "response tokens drawn (0: before training)"
 
 
+@pytest.mark.slow
 def test_every_figure_has_its_data() -> None:
     for groups in (settings_of(), settings_of(seeds=1), settings_of()[:2]):
         for draw in (figures.intervals, figures.curves, figures.parallel_coordinates, figures.slices, figures.costs):

@@ -26,6 +26,7 @@ def test_the_deciding_setting_is_first_and_shares_add_up_to_one(mode: str) -> No
     assert sum(shares.values()) == pytest.approx(1, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_repeated_calls_agree() -> None:
     assert importance(settings_of()) == importance(settings_of())
 

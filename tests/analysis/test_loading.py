@@ -55,6 +55,7 @@ def sweep(uri: str) -> loading.Sweep:
     return loading.load_sweep(uri, "rlx", "lr")
 
 
+@pytest.mark.slow
 def test_names_are_newest_first_and_each_once(uri: str) -> None:
     assert loading.sweep_names(uri, "rlx") == ["alone", "weights", "trial-less", "cloned", "lr"]
 
@@ -106,6 +107,7 @@ def test_only_held_out_accuracies_have_a_number_of_questions(sweep: loading.Swee
     assert [sweep.num_questions_of(metric) for metric in metrics] == [256, 256, None, None]
 
 
+@pytest.mark.slow
 def test_the_accuracy_of_a_source_has_the_questions_of_the_source(tmp_path: Path, empty_database: Path) -> None:
     """Two sources share seven questions: four are of the first, three of the second.
 
@@ -134,6 +136,7 @@ def test_a_continued_trial_has_one_history_and_its_last_settings(uri: str) -> No
     assert (other.origins, len(other.run_ids)) == ((), 1)
 
 
+@pytest.mark.slow
 def test_a_setting_that_became_none_has_no_value_of_before(uri: str) -> None:
     key = "algorithm.adaptive_kl_target"
     runs = [Run({key: 0.1}, {0: 0.2}, attempts=(Run({}, {1: 0.3}, tags={"rlx.from": "trial_1@0"}),))]
@@ -143,6 +146,7 @@ def test_a_setting_that_became_none_has_no_value_of_before(uri: str) -> None:
     assert loading.run_config(uri, trial).algorithm.adaptive_kl_target is None
 
 
+@pytest.mark.slow
 def test_the_config_of_a_continued_trial_has_its_last_settings_as_they_were(uri: str) -> None:
     """Lists, dicts and booleans, which are texts in MLflow."""
     first: dict[str, Any] = {
@@ -177,6 +181,7 @@ def test_trials_have_the_time_of_their_end(uri: str, sweep: loading.Sweep) -> No
     assert sweep.experiment_id == loading.mlflow.find_experiment(uri, "rlx")
 
 
+@pytest.mark.slow
 def test_the_run_of_a_trial_with_one_attempt_is_asked_for_once(
     uri: str, sweep: loading.Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +200,7 @@ def test_the_run_of_a_trial_with_one_attempt_is_asked_for_once(
     assert asked == [cloned.run_ids[0], cloned.run_ids[-1]]
 
 
+@pytest.mark.slow
 def test_samples_are_the_newest(uri: str, sweep: loading.Sweep) -> None:
     assert loading.samples(uri, sweep.trials[0]).values.tolist() == [["is it?", "no", "yes", 0.0]]
     cloned = loading.load_sweep(uri, "rlx", "cloned").trials[0]  # its last run has none, the one before it has
@@ -220,6 +226,7 @@ def test_the_config_of_a_trial_is_the_one_it_ended_with(uri: str, sweep: loading
     assert flatten(cloned)["data.system_prompt"] == BASE["data.system_prompt"]
 
 
+@pytest.mark.slow
 def test_a_config_that_is_missing_or_of_another_version_is_an_error(uri: str) -> None:
     log_sweep(uri, "foreign", [Run({}, {0: 0.1})], [])
     (trial,) = loading.load_sweep(uri, "rlx", "foreign").trials

@@ -102,6 +102,7 @@ def headings(html: str) -> list[str]:
 # Files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lr", "wide", "nothing-varied", "failed", "running", "pbt"])
 def test_writes_files_and_stores_them_with_the_sweep(uri: str, written: Written, name: str) -> None:
     loaded, folder = loading.load_sweep(uri, "rlx", name), written(name)
@@ -170,6 +171,7 @@ def test_twelve_settings_have_their_importance(written: Written) -> None:
     assert "Not given: MLflow has no prompt that both answered." in html
 
 
+@pytest.mark.slow
 def test_missing_artifacts_are_named_on_the_page(uri: str, tmp_path: Path) -> None:
     loaded = loading.load_sweep(uri, "rlx", "bare")
     for trial in loaded.trials:
@@ -181,6 +183,7 @@ def test_missing_artifacts_are_named_on_the_page(uri: str, tmp_path: Path) -> No
     assert "Not given: its config.yaml is not in MLflow" in html
 
 
+@pytest.mark.slow
 def test_stopped_and_continued_trials_have_a_remark(uri: str, tmp_path: Path) -> None:
     loaded = loading.load_sweep(uri, "rlx", "pbt")
     table = tables.group_table(group_trials(loaded))
@@ -201,6 +204,7 @@ def test_stopped_and_continued_trials_have_a_remark(uri: str, tmp_path: Path) ->
     assert read_yaml(tmp_path / "best.yaml")["train"]["actor_lr"] == 1e-3
 
 
+@pytest.mark.slow
 def test_values_and_sweeps_are_compared_on_request(uri: str, tmp_path: Path) -> None:
     loaded, other = (loading.load_sweep(uri, "rlx", name) for name in ("lr", "wide"))
     paths = report.write_report(loaded, tmp_path, uri, compared=report.comparisons(loaded, by=KIND, against=other))
@@ -232,6 +236,7 @@ def test_the_best_setting_gives_the_same_config_again(written: Written) -> None:
     assert "rollout" not in tree  # all of it is at its default
 
 
+@pytest.mark.slow
 def test_settings_that_are_withheld_stand_in_a_comment_alone(uri: str) -> None:
     loaded = loading.load_sweep(uri, "rlx", "lr")
     settings = report.comparisons(loaded)[report.SETTINGS]
@@ -246,6 +251,7 @@ LISTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LISTS)
 def test_the_best_setting_of_a_sweep_with_lists_of_entries_is_written(
     empty_database: Path, tmp_path: Path, name: str
@@ -260,6 +266,7 @@ def test_the_best_setting_of_a_sweep_with_lists_of_entries_is_written(
     assert "temperature" not in str(read_yaml(out / "best.yaml"))  # entries without what is at its default
 
 
+@pytest.mark.slow
 def test_a_best_setting_that_cannot_be_written_does_not_take_the_page_down(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -330,6 +337,7 @@ def test_the_script_shows_and_writes(uri: str, script: Any, tmp_path: Path, caps
     assert "Downloading" not in output
 
 
+@pytest.mark.slow
 def test_the_script_ranks_by_another_metric_and_end(
     uri: str, script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -349,6 +357,7 @@ def test_the_script_ranks_by_another_metric_and_end(
     assert "(kl/ref 0.4 over 1 run against 0.4 over 1 run)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_script_ranks_by_what_the_sweep_was_judged_by(
     empty_database: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -368,6 +377,7 @@ def test_the_script_ranks_by_what_the_sweep_was_judged_by(
     assert mlflow.get_run(uri, run_id).tags["mlflow.note.content"] == said
 
 
+@pytest.mark.slow
 def test_the_printed_export_names_a_trial_that_has_ended_by_its_address(
     empty_database: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -387,6 +397,7 @@ def test_the_printed_export_names_a_trial_that_has_ended_by_its_address(
         assert f"its model: {command.format('newest')}\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_metric_that_no_trial_has_logged_is_refused_before_anything_is_written(
     empty_database: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -431,6 +442,7 @@ def test_the_script_takes_the_newest_sweep_of_a_storage(
     assert (storage / "analysis" / "pbt" / "trials.csv").is_file()
 
 
+@pytest.mark.slow
 def test_the_script_fails_in_one_line(
     uri: str, script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -451,6 +463,7 @@ def test_the_script_fails_in_one_line(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_named_and_the_analysis_before_stays(uri: str, tmp_path: Path) -> None:
     loaded = loading.load_sweep(uri, "rlx", "lr")
     with s3.small_disk(tmp_path / "disk", "64k") as disk:

@@ -51,6 +51,7 @@ def rlx(*words: str, seconds: float = 60, **environment: str) -> tuple[int, list
     return done.returncode, done.stderr.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "what"), [("train", "run 'ppo-1'"), ("sweep", "sweep 'sweep-1'")])
 def test_a_start_on_a_full_disk_is_one_line_and_leaves_nothing(command: str, what: str, full_disk: Path) -> None:
     code, lines = rlx(command, "--storage", str(full_disk))
@@ -88,6 +89,7 @@ def test_a_disk_without_room_for_the_tiny_model_is_refused_before_it_is_made(ful
     assert list(full_disk.iterdir()) == [full_disk / "fill"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_below_ray_is_refused_before_ray_waits_for_itself(full_disk: Path, tmp_path: Path) -> None:
     code, lines = rlx("train", "--storage", str(tmp_path / "storage"), RAY_TMPDIR=str(full_disk))
     assert code == 1 and len(lines) == 1

@@ -188,6 +188,7 @@ def test_prompts_that_cannot_be_used(
     nothing_left(10)
 
 
+@pytest.mark.slow
 def test_an_empty_prompt_file_ends_the_script_in_one_line(tiny_model: Path, tmp_path: Path) -> None:
     path, storage = tmp_path / "prompts.jsonl", tmp_path / "storage"
     path.write_text("\n")
@@ -250,6 +251,7 @@ def test_a_resume_that_would_be_another_run_is_refused(
     assert message in refused("ppo.py", "--storage", str(tmp_path), "--resume", "mine", *words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_is_quick(script: str) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -262,6 +264,7 @@ def test_help_is_quick(script: str) -> None:
         assert len(SECTIONS) >= 10 and set(SECTIONS) <= set(headings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "present", "absent"),
     [

@@ -240,6 +240,7 @@ def test_an_unknown_run_is_one_line(run: str, said: str, storage: str, shown: Sh
     assert shown(run, "--storage", storage, code=1) == said.format(here=Path.cwd())
 
 
+@pytest.mark.slow
 def test_a_listing_is_the_same_on_s3(bucket: str, shown: Shown) -> None:
     make_run(bucket, "far")
     put(bucket, "far", 10, eval__accuracy=0.5)
@@ -254,6 +255,7 @@ def test_a_listing_is_the_same_on_s3(bucket: str, shown: Shown) -> None:
     assert start[2:] == ["--from", f"{bucket}/runs/far/step_000010"] and export[2:] == start[3:]
 
 
+@pytest.mark.slow
 def test_it_starts_without_what_is_slow_to_import(storage: str) -> None:
     code = "import runpy, sys; code = runpy.run_path(sys.argv[1])['main'](sys.argv[2:]); print(*sorted(sys.modules))"
     words = [str(ROOT / "experiments" / "checkpoints.py"), "try1", "--storage", storage]

@@ -55,6 +55,7 @@ def test_a_signal_ends_a_command_with_its_text_and_code(number: signal.Signals, 
     assert (process.returncode, said) == (code, "interrupted: go on\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_what_is_done_at_the_exit_is_done_whatever_comes(number: signal.Signals) -> None:
     """As Ray's shutdown, which takes seconds; it is registered while the command runs."""
@@ -67,6 +68,7 @@ def test_what_is_done_at_the_exit_is_done_whatever_comes(number: signal.Signals)
     assert (process.returncode, done, said) == (130, "done\n", "interrupted: go on\n")
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_the_clean_up_of_a_command_without_a_traceback() -> None:
     process = start(cleanup="print('begun', flush=True); time.sleep(60)")
     process.send_signal(signal.SIGINT)
@@ -76,6 +78,7 @@ def test_a_second_interrupt_ends_the_clean_up_of_a_command_without_a_traceback()
     assert (process.returncode, said) == (130, "interrupted\n")
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_does_not_end_what_was_started_with_nohup() -> None:
     process = start(ignored=True)
     process.send_signal(signal.SIGHUP)

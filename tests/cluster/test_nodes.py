@@ -198,6 +198,7 @@ def test_a_folder_that_is_something_else_is_an_error_and_stays(model: Path, tmp_
     assert [path.name for path in there.iterdir()] == ["mine"]
 
 
+@pytest.mark.slow
 def test_an_actor_that_starts_where_the_model_is_not_has_it_nevertheless(
     model: Path, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ def test_why_nobody_answers_is_said_within_the_limit(address: str, reason: str) 
     assert time.monotonic() - started < reach.ANSWER_S + 1
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_accept_is_not_waited_for() -> None:
     with socket.socket() as server, socket.socket() as first, socket.socket() as second:
         server.bind(("127.0.0.1", 0))

@@ -81,6 +81,7 @@ def test_rows_with_other_tokens_are_refused_at_a_cursor(rows: PromptRows) -> Non
         PromptStream(rows, 1).seek(PromptStream(TableRows(pa.Table.from_pylist(changed)), 1).cursor())
 
 
+@pytest.mark.slow
 def test_what_a_rank_is_sent_are_the_rows_that_it_asked_for() -> None:
     rows = rows_of(dataset(5), small=0)
     assert isinstance(rows, BlockRows)

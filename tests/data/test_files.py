@@ -372,6 +372,7 @@ def test_a_line_longer_than_a_part_belongs_to_the_part_that_it_begins_in() -> No
     assert sizes == [200_000, 1]
 
 
+@pytest.mark.slow
 def test_a_large_file_is_read_in_parallel_parts_in_its_order(tmp_path: Path, small_pieces: None) -> None:
     jsonl(tmp_path / "p.jsonl", records(0, 200))
     rows = sources.read_rows(str(tmp_path / "p.jsonl"), FILES, "data.source").materialize()
@@ -426,6 +427,7 @@ def upload(address: str, file: Path) -> None:
     (open_storage(address) / file.name).upload(file)
 
 
+@pytest.mark.slow
 def test_files_folders_and_globs_on_s3(bucket: str, tmp_path: Path) -> None:
     for number, suffix in enumerate(WRITERS):
         for name in (f"a{suffix}", f"b{suffix}"):
@@ -436,6 +438,7 @@ def test_files_folders_and_globs_on_s3(bucket: str, tmp_path: Path) -> None:
     assert answers(f"{bucket}/*/[b].jsonl") == numbers(0, 2)
 
 
+@pytest.mark.slow
 def test_a_large_file_on_s3_is_read_in_parts(bucket: str, tmp_path: Path, small_pieces: None) -> None:
     jsonl(tmp_path / "p.jsonl", records(0, 100))
     upload(bucket, tmp_path / "p.jsonl")

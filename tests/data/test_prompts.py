@@ -199,6 +199,7 @@ def test_no_prompt_left_is_an_error(base_model: str) -> None:
         )
 
 
+@pytest.mark.slow
 def test_an_empty_block_has_the_schema_of_the_others(base_model: str) -> None:
     source = ray.data.from_items(rows(LONG, LONG, "ab", "cd"), override_num_blocks=2)
     table = prompts.tokenize_rows(source, DataConfig(max_prompt_tokens=24), prompts.TokenizerSource.of(base_model))
@@ -212,6 +213,7 @@ def test_a_folder_without_a_tokenizer_is_refused_in_one_line(tmp_path: Path) -> 
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_batch_of_questions_has_the_tokens_of_each_alone(chat_model: str, base_model: str) -> None:
     questions = ["1 + 1?", "", "a longer question, with more words in it", "7"] * 300  # more than one batch
     for model, system in [(chat_model, None), (chat_model, "Be brief."), (base_model, None), (base_model, "Add.")]:
@@ -274,6 +276,7 @@ def test_an_error_of_a_chat_template_names_the_model(chat_model: str, tmp_path: 
         prompts.tokenize_rows(rows("1 + 1?"), DataConfig(), prompts.TokenizerSource.of(str(folder)))
 
 
+@pytest.mark.slow
 def test_many_rows_are_tokenized_in_several_blocks_in_their_order(
     base_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,6 +297,7 @@ def test_few_rows_stay_one_block(base_model: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_files_of_a_tokenizer_travel_without_the_weights(chat_model: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(chat_model, folder)
@@ -315,6 +319,7 @@ def test_a_name_on_the_hub_is_looked_up_where_it_is_used() -> None:
     assert (source.model, source.trust_remote_code, source.files) == ("organization/model", True, None)
 
 
+@pytest.mark.slow
 def test_the_copy_of_a_tokenizer_needs_no_torch_and_no_folder(chat_model: str, tmp_path: Path) -> None:
     """To import them takes seconds in each process."""
     copy = ray.get(prompts.TokenizerSource.of(chat_model).copy)
@@ -365,6 +370,7 @@ def tables_of(model: str, *several: dict[str, Any], num_prompts: int = 4, **data
     return {name: [row["question"] for row in table.take_all()] for name, table in tables.items()}
 
 
+@pytest.mark.slow
 def test_the_source_whose_prompts_are_too_long_is_named(
     base_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -381,6 +387,7 @@ def test_the_source_whose_prompts_are_too_long_is_named(
     assert f"2 of 3 {place} {told} and left out" in caplog.messages
 
 
+@pytest.mark.slow
 def test_the_source_that_cannot_be_split_is_named(base_model: str, tmp_path: Path) -> None:
     several = stored(tmp_path / "a.jsonl", "a", "b", "c"), stored(tmp_path / "b.jsonl", "d")
     with pytest.raises(
@@ -392,6 +399,7 @@ def test_the_source_that_cannot_be_split_is_named(base_model: str, tmp_path: Pat
         tables_of(base_model, *several)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held_out", [None, "held.jsonl"])
 def test_a_prompt_that_one_source_holds_out_is_trained_on_through_no_other(
     base_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, held_out: str | None
@@ -414,6 +422,7 @@ def test_a_prompt_that_one_source_holds_out_is_trained_on_through_no_other(
     assert told == ([of_first, of_second] if held_out else [of_second])
 
 
+@pytest.mark.slow
 def test_answers_of_held_out_prompts_are_not_learnt(
     base_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -428,6 +437,7 @@ def test_answers_of_held_out_prompts_are_not_learnt(
         supervised_table(DataConfig(ptx_source=stored(tmp_path / "b.jsonl", "b")["source"]), [held_out], tokenizer)
 
 
+@pytest.mark.slow
 def test_a_prompt_with_another_system_message_is_another_one(chat_model: str, tmp_path: Path) -> None:
     first, second = stored(tmp_path / "a.jsonl", "a", "c"), stored(tmp_path / "b.jsonl", "c", "d", "e")
     assert tables_of(chat_model, first, second | {"system_prompt": "Add."})["train.1"] == ["c", "d"]
@@ -454,6 +464,7 @@ def test_prompts_of_a_file_to_evaluate_on_are_not_trained_on(base_model: str, tm
         trained(3)
 
 
+@pytest.mark.slow
 def test_nothing_of_it_needs_a_free_cpu(base_model: str, tmp_path: Path) -> None:
     """The workers and engines of a run hold all CPUs when its prompts are made."""
     cpus = int(ray.cluster_resources()["CPU"])

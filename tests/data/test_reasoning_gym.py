@@ -56,6 +56,7 @@ def test_the_default_sets_share_no_seed() -> None:
     assert training.seed + training.num_prompts <= held_out.seed
 
 
+@pytest.mark.slow
 def test_the_datasets_own_scorer_judges() -> None:
     rows = list(generated_questions(SUMS, seed=7, size=5))
     check = answer_checker(SUMS, seed=7, size=5)
@@ -63,6 +64,7 @@ def test_the_datasets_own_scorer_judges() -> None:
     assert max(check([GivenAnswer(str(int(row["answer"]) + 1), row["answer"], row["entry"]) for row in rows])) < 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["chain_sum", "countdown", "time_intervals"])
 def test_a_scorer_gives_garbage_no_full_score_and_never_raises(name: str) -> None:
     garbage = ("", "seven", "nan", "((((", "\x00", "7" * 5000, "__import__('os')")
@@ -76,6 +78,7 @@ def test_an_entry_that_is_not_there_is_an_error_and_no_wrong_answer() -> None:
         answer_checker(SUMS, seed=7, size=5)([GivenAnswer("1", "1", None)])
 
 
+@pytest.mark.slow
 def test_a_hostile_answer_costs_neither_the_others_nor_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scorer of countdown computes what the policy has written."""
     source = DataConfig(source="reasoning_gym:countdown")
@@ -116,6 +119,7 @@ def test_only_the_training_source_may_be_generated() -> None:
         check_source("reasoning_gym:chain_sum", SUMS, "eval.source")
 
 
+@pytest.mark.slow
 def test_every_dataset_and_no_other_passes_the_quick_check() -> None:
     for name in DATASETS:
         check_source(f"reasoning_gym:{name}", DataConfig(params={}), "data.source")

@@ -260,6 +260,7 @@ def test_turns_that_lead_nowhere_cost_a_part_of_the_reward() -> None:
     assert reward == pytest.approx(1 - 3 * 0.25)
 
 
+@pytest.mark.slow
 def test_programs_of_the_policy_run_in_the_sandbox() -> None:
     tool = PythonTool(WEAK, cpu_s=0.5)
     tool.reset(TaskRow("Sum?", "5050"), 0)

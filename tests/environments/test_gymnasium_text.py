@@ -102,6 +102,7 @@ def test_what_cannot_be_played_is_refused(params: dict[str, Any], reason: str) -
         GymnasiumText(**params)
 
 
+@pytest.mark.slow
 def test_a_wrong_environment_is_refused_before_a_run() -> None:
     prompts = [Prompt(0, (1,), "q", "down")]
     try_environment(EnvironmentConfig(name="gymnasium", params=LAKE), prompts)

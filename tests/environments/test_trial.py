@@ -33,6 +33,7 @@ class Bad:
         return "so", 0.0, True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "reason"),
     [
@@ -64,6 +65,7 @@ class Unhinted:
         return 1.0
 
 
+@pytest.mark.slow
 def test_a_tool_that_cannot_be_described_is_refused_before_the_run() -> None:
     with pytest.raises(ConfigError, match=r"test_trial:Unhinted: the tool price: .*name is missing a type hint"):
         try_environment(EnvironmentConfig(name="test_trial:Unhinted"), PROMPTS)

@@ -105,6 +105,7 @@ def kept(rank: int, ranks: int, path: str, judge: str, folder: str) -> list[torc
     return [*values, again["critic"].model(padded()).detach()]
 
 
+@pytest.mark.slow
 def test_a_critic_from_a_reward_model_is_sharded_saved_and_read(
     on_ranks: OnRanks, tiny_model: Path, reward_model: Path, tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ def exchanged(rank: int, ranks: int, tokens: int, heads: int) -> list[Tensor]:
     return [own, in_heads, sharing.to_tokens(in_heads), sharing.gather(own, tokens)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "heads"), [(6, 4), (7, 2), (1, 6)])
 def test_tokens_are_exchanged_for_heads_and_back(tokens: int, heads: int, on_ranks: OnRanks) -> None:
     whole = torch.arange(tokens * heads * 3.0).view(tokens, heads, 3)
@@ -45,6 +46,7 @@ def test_tokens_are_exchanged_for_heads_and_back(tokens: int, heads: int, on_ran
         assert torch.equal(back[:inside], whole[rank * each :][:inside]) and torch.equal(back[:inside], own[:inside])
 
 
+@pytest.mark.slow
 def test_fewer_heads_than_neighbours_are_repeated(on_ranks: OnRanks) -> None:
     whole = torch.arange(5 * 2 * 3.0).view(5, 2, 3)
     found = [in_heads for _, in_heads, _, _ in on_ranks(4, exchanged, 5, 2)]
@@ -138,6 +140,7 @@ def stored(rank: int, ranks: int, path: str) -> int:
     return sum(sizes.values())
 
 
+@pytest.mark.slow
 def test_each_neighbour_stores_its_share_of_a_long_row(on_ranks: OnRanks, tiny_model: Path) -> None:
     (alone,), (first, other) = (on_ranks(ranks, stored, str(tiny_model)) for ranks in (1, 2))
     print(f"{alone / 2**20:.1f} MiB alone, {first / 2**20:.1f} and {other / 2**20:.1f} shared")
@@ -190,6 +193,7 @@ def test_shards_in_host_memory_change_nothing(on_ranks: OnRanks, tiny_model: Pat
         torch.testing.assert_close(other, plain, atol=0, rtol=0)
 
 
+@pytest.mark.slow
 def test_neighbours_have_a_leader_and_weights_are_cut_over_all_ranks(on_ranks: OnRanks) -> None:
     assert on_ranks(4, shape_of) == [((rank // 2, 2), (rank % 2 == 0, 2), 4, [rank // 2]) for rank in range(4)]
 

@@ -65,6 +65,7 @@ def test_a_unit_has_only_layers_that_are_computed_again_or_none(share: float, si
     assert [len(unit) for unit in fsdp._units(layers)] == sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_no_rank_holds_a_whole_model_in_float32(on_ranks: OnRanks, half: Path, ranks: int) -> None:
     policy = loading.load_policy(str(half), head=None)

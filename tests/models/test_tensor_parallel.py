@@ -146,6 +146,7 @@ def told(rank: int, ranks: int) -> tuple[Any, ...]:
     return grid.broadcast_from_leader(drawn), sums, gather_objects({rank}), broadcast_object([rank])
 
 
+@pytest.mark.slow
 def test_neighbours_hear_from_their_first_and_count_once(on_ranks: OnRanks) -> None:
     heard, sums, gathered, of_first = zip(*on_ranks(4, told), strict=True)
     assert heard == tuple([f"replica {replica} of 2"] for replica in (0, 0, 1, 1))
@@ -160,6 +161,7 @@ def waits(rank: int, ranks: int) -> list[float]:
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
+@pytest.mark.slow
 def test_groups_wait_as_long_as_a_rollout_may_take(on_ranks: OnRanks) -> None:
     assert on_ranks(4, waits) == [[COLLECTIVE_TIMEOUT.total_seconds()] * 2] * 4
 

@@ -45,6 +45,7 @@ def child() -> Iterator[ChildProcess]:
     process.close()
 
 
+@pytest.mark.slow
 def test_a_child_keeps_its_state_until_it_ends(child: ChildProcess) -> None:
     assert [child.call("a"), child.call("b")] == [6, 7]
     with pytest.raises(ChildError, match=r"^raised KeyError\('fail'\) at .*test_child.py:\d+$"):
@@ -58,6 +59,7 @@ def test_a_child_keeps_its_state_until_it_ends(child: ChildProcess) -> None:
     assert child.call("e") == 6
 
 
+@pytest.mark.slow
 def test_a_function_that_cannot_be_made_is_said_at_each_call() -> None:
     child = ChildProcess(impossible)
     for _ in range(2):
@@ -104,6 +106,7 @@ def worked(item: float) -> float:
     return item
 
 
+@pytest.mark.slow
 def test_each_item_has_its_limit_and_the_batch_has_one() -> None:
     assert map_limited(worked, [0.0, 7, 0.01, -1, 5.0, 0.3, 0.02], 1.0, 5.0) == [0, None, 0.01, None, None, 0.3, 0.02]
     assert map_limited(worked, [5.0, 0.3, 0.0], 1.0, 1.0) == [None, None, 0.0]
@@ -128,6 +131,7 @@ def outcomes(*items: str) -> list[float | None]:
     return scores
 
 
+@pytest.mark.slow
 def test_an_item_reads_and_changes_no_file(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("s")
     attempts = ["open('{}/secret').read()", "open('{}/new', 'w')", "os.remove('{}/secret')", "os.listdir('{}')"]
@@ -135,6 +139,7 @@ def test_an_item_reads_and_changes_no_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["secret"]
 
 
+@pytest.mark.slow
 def test_an_item_reaches_no_network_and_no_other_process() -> None:
     attempts = ["socket.socket()", "os.fork()", f"os.kill({os.getpid()}, 0)", "subprocess.run('true')"]
     assert outcomes(*(f"{each}\nscore = 1" for each in attempts)) == [None] * 4
@@ -168,6 +173,7 @@ def test_a_score_without_end_is_none() -> None:
     assert map_limited(executed, ["score = 2", FORGE.format(b"\x7f" * (1 << 20))], 0.2, 0.2) == [2, None]
 
 
+@pytest.mark.slow
 def test_an_item_that_switches_off_its_clock_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_module, "_SHORT_S", 0.02)
     monkeypatch.setattr(child_module, "_LATE_S", 0.5)
@@ -176,6 +182,7 @@ def test_an_item_that_switches_off_its_clock_is_ended(monkeypatch: pytest.Monkey
     assert map_limited(executed, items, 0.05, 0.05) == [2, None, None, 3]
 
 
+@pytest.mark.slow
 def test_items_that_wait_take_from_the_time_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_module, "_SHORT_S", 0.02)
     started = time.monotonic()

@@ -22,6 +22,7 @@ def test_matches_are_those_of_python(pattern: str, texts: list[str]) -> None:
     assert patterns.full_matches(pattern, texts) == whole
 
 
+@pytest.mark.slow
 def test_a_slow_text_takes_nothing_from_the_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

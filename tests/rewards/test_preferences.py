@@ -124,6 +124,7 @@ def train(base: Path, folder: Path, recipe: Recipe, pairs: Sequence[Pair] = PAIR
     return folder, train_and_save(str(base), folder, training, held_out, recipe, report), reports
 
 
+@pytest.mark.slow
 def test_training_learns_either_preference(trained: Trained, tiny_model: Path, tmp_path: Path) -> None:
     swapped = [Pair(prompt=pair.prompt, chosen=pair.rejected, rejected=pair.chosen) for pair in PAIRS]
     results = [trained[1], train(tiny_model, tmp_path / "swapped", RECIPE, swapped)[1]]
@@ -163,6 +164,7 @@ def test_saving_and_loading_keeps_the_scores(trained: Trained, tmp_path: Path) -
     assert RewardModel(str(tmp_path)).score(pairs) == pytest.approx(RewardModel(str(trained[0])).score(pairs), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_seed_decides(trained: Trained, tiny_model: Path, tmp_path: Path) -> None:
     first = AutoModelForSequenceClassification.from_pretrained(trained[0]).state_dict()
     short = Recipe(epochs=1, batch=16, learning_rate=2e-3)

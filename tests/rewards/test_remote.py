@@ -183,6 +183,7 @@ def lengths_url(script: Any, own: str) -> Iterator[str]:
 # Scores that arrive
 
 
+@pytest.mark.slow
 @hypothesis_settings(max_examples=25, deadline=None)
 @drawn(st.lists(st.tuples(*[st.text(st.characters(), max_size=5)] * 3), max_size=7), st.integers(1, 4))
 def test_remote_scores_are_the_functions_own_in_the_order_of_the_responses(
@@ -364,6 +365,7 @@ def test_a_huge_answer_is_not_read_to_its_end(faulty: Callable[..., Faulty], mon
     assert refusal(remote(server.url, url_retries=0)) == "answered more than 100000 bytes (1 attempt)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", [b"[],", b'{"":0},'])
 def test_the_largest_answer_takes_little_memory_and_time(unit: bytes) -> None:
     """Eight may be parsed at once."""
@@ -511,6 +513,7 @@ def test_the_server_reads_no_body_of_unknown_or_too_great_length(
     connection.close()
 
 
+@pytest.mark.slow
 def test_the_server_says_what_its_function_raised(script: Any, own: str) -> None:
     reward = RewardConfig(functions={f"{own}:broken": 1.0})
     with running(script.RewardServer(("127.0.0.1", 0), reward)) as url:
@@ -527,6 +530,7 @@ def test_the_server_finds_the_answer_by_its_pattern(script: Any) -> None:
         assert remote(url)(rows) == [2.0, 0.0]
 
 
+@pytest.mark.slow
 def test_the_script_serves_a_file_in_the_working_directory(tmp_path: Path) -> None:
     (tmp_path / "beside_me.py").write_text(OWN)
     command = [sys.executable, str(SCRIPT), "--function", "beside_me:lengths", "--port", "0", "--key-env", "SCORER_KEY"]

@@ -229,6 +229,7 @@ def test_a_killed_replica_is_asked_again_when_it_is_back(replicas: list[Any]) ->
     assert reward(responses(PAIRS)) == before
 
 
+@pytest.mark.slow
 def test_an_error_names_the_replica_that_is_late(replicas: list[Any]) -> None:
     long = responses([Exchange("q" * 500, "a")] * 400)
     with pytest.raises(RewardModelError, match=r"^reward model 1 did not answer within 0.01 s$"):

@@ -178,6 +178,7 @@ def test_math_verify_works_in_a_thread() -> None:
 HOSTILE = (r"\binom{100000000}{50000000}", "9^9^9^9", r"2^{2^{2^{2^{2^{2}}}}}")
 
 
+@pytest.mark.slow
 def test_answers_that_take_for_ever_are_wrong_and_others_are_judged() -> None:
     verifier = MathVerifier(seconds=1.0, batch_seconds=2.0)  # on a busy machine a sound answer may take half a second
     pairs = [(answer, str(i)) for i in range(4) for answer in (*HOSTILE, str(i))]
@@ -373,6 +374,7 @@ def test_the_working_directory_hides_no_module_of_the_same_name(write: Write, mo
         load_function("tabnanny:f")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "complaint"),
     [
@@ -403,6 +405,7 @@ def test_what_a_function_of_ones_own_does_names_it_and_the_next_call_is_answered
     assert scoring.score([response(text="x")], scorers, config).total == [0.5]
 
 
+@pytest.mark.slow
 def test_a_late_function_may_score_nothing(write: Write, caplog: pytest.LogCaptureFixture) -> None:
     name = write("import time\ndef f(prompts, completions, answers): time.sleep(60)\n") + ":f"
     config = RewardConfig(functions={name: 1.0}, timeout_s=2, on_timeout="zero")
@@ -412,6 +415,7 @@ def test_a_late_function_may_score_nothing(write: Write, caplog: pytest.LogCaptu
     assert f"reward {name}: took longer than 2 s: 0 for 1 responses" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_function_that_cannot_be_imported_any_more_is_named(write: Write) -> None:
     config = RewardConfig(functions={"gone_since:f": 1.0})
     with pytest.raises(RewardError, match=r"reward gone_since:f: raised ConfigError.*no module gone_since"):
@@ -596,6 +600,7 @@ def test_numeric_without_a_number_to_expect_is_refused() -> None:
     scoring.try_functions(RewardConfig(functions={"numeric": 0.0, "task": 1.0}), told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "complaint"),
     [

@@ -124,6 +124,7 @@ def test_what_honest_programs_do_works(sandbox: Sandbox, source: str, output: by
     assert (ran.output, ran.is_good) == (output, True)
 
 
+@pytest.mark.slow
 def test_a_program_may_have_processes_in_namespaces(namespaces: Sandbox) -> None:
     source = "import subprocess; print(subprocess.run(['echo', 'hi'], capture_output=True).stdout)"
     assert run(namespaces, source).output == b"b'hi\\n'\n"
@@ -156,6 +157,7 @@ def test_a_program_that_fails_is_not_right(sandbox: Sandbox, code: object) -> No
     assert not run(sandbox, f"import sys\nprint(9)\nsys.exit({code})").is_good
 
 
+@pytest.mark.slow
 def test_nothing_is_left_on_the_disk(sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where no other test has its programs
     for name in ("deep folders", "many files", "a huge file"):
@@ -187,6 +189,7 @@ def test_all_files_of_a_program_count_together(sandbox: Sandbox, size: int, file
     assert (b"wrote it" in ran.output) == (files == 3)
 
 
+@pytest.mark.slow
 def test_a_program_that_takes_too_long_is_not_run_again(sandbox: Sandbox) -> None:
     ran = sandbox.run(Program("while input(): pass", ("", "1\n2", *["\n".join("1" * 99)] * 5)), LIMITS)
     assert len(ran) == 7
@@ -385,6 +388,7 @@ def test_more():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HACKS)
 def test_no_hack_passes_a_test(namespaces: Sandbox, name: str) -> None:
     outcome = verdicts(namespaces, HACKS[name], TESTS)
@@ -400,6 +404,7 @@ def test_landlock_holds_for_hacks_too(sandbox: Sandbox, name: str) -> None:
     assert not any(verdicts(sandbox, HACKS[name], TESTS).passed)
 
 
+@pytest.mark.slow
 def test_a_name_that_is_no_module_of_its_own_name_is_not_imported(namespaces: Sandbox) -> None:
     source = "import unittest.mock as math\nmath.__name__ = 'os'\nimport os as add\n"
     assert verdicts(namespaces, source, "assert add.getcwd()\nassert math.sqrt(4) == 2").passed == [False, False]
@@ -452,12 +457,14 @@ def test_lines_of_fences_alone_take_no_time() -> None:
     assert time.process_time() - began < 1
 
 
+@pytest.mark.slow
 def test_a_program_in_an_indented_fence_scores_as_any_other() -> None:
     indented = "1. So:\n\n   ```python\n   a, b = input().split()\n   if a:\n       print(int(a) + int(b))\n   ```\n"
     rows = [response(indented, PAIRS), response(f"It is: {SUM}", PAIRS)]
     assert scored(rows).scores == [1, 1]
 
 
+@pytest.mark.slow
 def test_scores_of_pairs() -> None:
     first = '```python\nprint(5 if input() == "2 3" else 9)\n```'
     swapped = "```python\nprint({'2 3': 8, '4 4': 5}[input()])\n```"  # the answer of the other case
@@ -466,6 +473,7 @@ def test_scores_of_pairs() -> None:
     assert scored(rows, code_score="share").scores == [1, 0.5, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_scores_of_unit_tests() -> None:
     tests = "assert add(1, 2) == 3\nassert add(2, 2) == 4"
     rows = [response(text, tests) for text in (ADD, ADD.replace("a + b", "3"))]
@@ -484,6 +492,7 @@ def test_the_answer_pattern_finds_the_program() -> None:
     assert scored(rows, answer_pattern="<(.*)>").scores == [1, 0]
 
 
+@pytest.mark.slow
 def test_a_program_that_a_limit_ended_is_marked() -> None:
     scores = scored([response(SUM, PAIRS), response("while True: pass", PAIRS)], code_cpu_s=0.5)
     assert (scores.scores, scores.marks) == ([1, 0], {"code_limited": [0, 1]})
@@ -521,6 +530,7 @@ def computed_s(rows: Sequence[Response], **settings: Any) -> tuple[MarkedScores,
     return scores, ended.children_user - started.children_user
 
 
+@pytest.mark.slow
 def test_a_program_is_not_run_on_once_its_score_is_known() -> None:
     slow = "sum(range(10_000_000))\nprint(int(input()) > 1)"  # is wrong from the first test on
     scores, seconds = computed_s([response(slow, MANY)])
@@ -529,6 +539,7 @@ def test_a_program_is_not_run_on_once_its_score_is_known() -> None:
     assert scored([response(half, MANY)], code_score="share").scores == [0.5]
 
 
+@pytest.mark.slow
 def test_a_program_with_many_slow_tests_gets_no_more_time_than_the_batch_has() -> None:
     slow = "sum(range(10_000_000))\nprint(0)"
     for how in ("all", "share"):
@@ -536,6 +547,7 @@ def test_a_program_with_many_slow_tests_gets_no_more_time_than_the_batch_has() -
         assert scores.marks == {"code_limited": [1]} and scores.scores[0] < 0.5 and seconds < 10
 
 
+@pytest.mark.slow
 def test_what_programs_print_does_not_fill_the_memory() -> None:
     flood = "import os\nos.write(1, b'\\xff' * (1 << 20))"
     tracemalloc.start()
@@ -612,6 +624,7 @@ def test_strict_refuses_a_machine_without_walls(monkeypatch: pytest.MonkeyPatch)
         pool._strongest.cache_clear()
 
 
+@pytest.mark.slow
 def test_the_limits_kind_still_limits() -> None:
     weak = Sandbox("limits")
     assert run(weak, "print(input())", "3").output == b"3\n"
@@ -620,6 +633,7 @@ def test_the_limits_kind_still_limits() -> None:
     assert run(weak, "x = bytearray(10 << 30)").code == 1
 
 
+@pytest.mark.slow
 def test_an_unprivileged_user_has_both_sandboxes_too() -> None:
     """As on most machines, where nobody maps a second user. Python and rlx are shown where that user may read them."""
     if os.geteuid() or not _has("namespaces") or not all(map(shutil.which, ("unshare", "setpriv", "mount"))):
@@ -653,6 +667,7 @@ exec setpriv --reuid 4321 --regid 4321 --clear-groups --inh-caps=-all --bounding
     ], done.stderr
 
 
+@pytest.mark.slow
 def test_a_launcher_ends_with_its_worker() -> None:
     code = (
         "import sys, rlx.rewards.sandbox.pool as p\n"

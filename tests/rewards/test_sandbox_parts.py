@@ -195,6 +195,7 @@ def nothing(*_: Any) -> Any:
     raise AssertionError("no reference")
 
 
+@pytest.mark.slow
 @drawn(value=plain | st.sets(st.integers()) | st.frozensets(st.text()) | st.complex_numbers(allow_nan=False))
 def test_plain_values_arrive_as_they_were(value: Any) -> None:
     arrived = decode(encode(value, nothing), nothing)
@@ -294,6 +295,7 @@ def test_a_launcher_that_fails_is_started_again(monkeypatch: pytest.MonkeyPatch)
     assert pool._again(attempt) == "ran"
 
 
+@pytest.mark.slow
 def test_a_launcher_that_fails_each_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a score of 0: the program has not run."""
     monkeypatch.setattr(pool, "_WAIT_S", 0.0)
@@ -302,6 +304,7 @@ def test_a_launcher_that_fails_each_time_is_an_error(monkeypatch: pytest.MonkeyP
         Sandbox("namespaces").run(pool.Program("print(1)", ("",)), Limits.of(RewardConfig()))
 
 
+@pytest.mark.slow
 def test_a_launcher_that_ends_within_its_walls_is_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not an error: the program may have brought it down, and must not bring down the run."""
     monkeypatch.setattr(pool, "_START", "print('{\"ready\": true}')")

@@ -231,6 +231,7 @@ async def bounded(call: Coroutine[Any, Any, Any]) -> Any:
     return await asyncio.wait_for(call, 2)
 
 
+@pytest.mark.slow
 def test_calls_of_an_actor_that_dies_fail_and_work_again_when_ray_has_started_it(ray_cluster: None) -> None:
     class Dying(BulkActor):  # by value: Ray's workers do not find this file
         async def after(self, seconds: float, number: int) -> int:

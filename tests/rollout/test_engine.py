@@ -359,6 +359,7 @@ def test_a_stop_token_ends_a_completion_and_is_part_of_it(tied: Side) -> None:
     assert again.logprobs == cut.logprobs[:length]
 
 
+@pytest.mark.slow
 def test_what_an_engine_works_on_is_counted_with_the_cache_that_it_may_need(tied: Side) -> None:
     requests = [Request((1, 2, 3), 0, SAMPLING), Request((1,), 1, SAMPLING)]
 
@@ -502,12 +503,14 @@ def pushed_meanwhile(side: Side, keep: bool) -> tuple[Tensor, Tensor]:
     return replace(side, policy=old).gaps(pending.completions), side.gaps(pending.completions)
 
 
+@pytest.mark.slow
 def test_completions_in_progress_are_finished_before_new_weights_are_loaded(tied: Side) -> None:
     old, new = pushed_meanwhile(tied, keep=False)
     assert old.max() < CLOSE < FAR < new.max()
     assert tied.gap(tied.generate()) < CLOSE
 
 
+@pytest.mark.slow
 def test_completions_in_progress_go_on_with_new_weights_where_that_is_asked_for(tied: Side) -> None:
     old, new = pushed_meanwhile(tied, keep=True)
     # Up to some token each is of the old policy, and of the new one from there on.

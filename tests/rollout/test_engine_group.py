@@ -142,6 +142,7 @@ class Replaced:
         return [Output((7,), (-0.5,), True)] * len(requests), 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("holds", "lost"), [(1, [0]), (2, [])])
 def test_an_engine_that_was_sent_weights_since_is_not_lost_by_an_earlier_failure(
     ray_cluster: None, holds: int, lost: list[int]
@@ -153,6 +154,7 @@ def test_an_engine_that_was_sent_weights_since_is_not_lost_by_an_earlier_failure
     assert pending.is_complete is not bool(lost)
 
 
+@pytest.mark.slow
 def test_a_push_that_reaches_no_engine_names_each(weights: list[ShardedWeight], messages: list[str]) -> None:
     @ray.remote
     class Broken:
@@ -188,6 +190,7 @@ class Late:
         return [Output((7,), (-0.5,), True)] * len(requests), 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("works", [True, False])
 def test_an_engine_that_works_has_as_long_as_it_needs_and_one_that_is_stuck_has_not(
     ray_cluster: None, works: bool

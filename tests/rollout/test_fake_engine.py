@@ -152,6 +152,7 @@ def test_one_engine_takes_weights_in_buckets_and_then_answers() -> None:
         fake.update(None, 3)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_as_actors_they_work_with_the_pool_and_the_weight_sync(ray_cluster: None) -> None:
     actors = [ray.remote(FakeEngine).options(num_cpus=0).remote() for _ in range(2)]
     pool = EnginePool(actors, seed=0)

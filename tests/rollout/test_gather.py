@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 from shared import OnRanks
@@ -51,6 +52,7 @@ def differences(rank: int, ranks: int) -> list[tuple[str, bool]]:
     return found
 
 
+@pytest.mark.slow
 def test_gathered_weights_are_the_whole_ones(on_ranks: OnRanks) -> None:
     for ranks in (1, 3):
         for found in on_ranks(ranks, differences):

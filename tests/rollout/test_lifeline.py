@@ -38,6 +38,7 @@ def soon(what: Callable[[], bool]) -> bool:
     return what()
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_has_not_ended(actor: Any) -> None:
     pid, lifeline = ray.get(actor.pid.remote()), Lifeline(actor)
     os.kill(pid, signal.SIGSTOP)
@@ -50,6 +51,7 @@ def test_a_process_that_hangs_has_not_ended(actor: Any) -> None:
     assert not Lifeline(actor).is_broken
 
 
+@pytest.mark.slow
 def test_what_cannot_start_is_dead(ray_cluster: None) -> None:
     class Broken:
         def __init__(self) -> None:

@@ -32,6 +32,7 @@ def test_steps_blocks_and_outputs_are_those_of_vllm(
     assert counts["preempted"] > 0 or blocks == 400
 
 
+@pytest.mark.slow
 def test_an_engine_gives_the_same_completions_with_a_cache_for_half_of_its_requests(
     process: ProcessPoolExecutor, tiny_model: Path
 ) -> None:

@@ -112,6 +112,7 @@ def wait_until_both_have_it(pair: Pair) -> None:
     assert max(pair.gaps(pair.engines)) < CLOSE
 
 
+@pytest.mark.slow
 def test_updates_in_many_buckets_are_whole_one_after_the_other(pair: Pair) -> None:
     assert len(buckets.group_weights(pair.weights(), torch.float32, BUCKET)) > 4
     groups, notes = [], []

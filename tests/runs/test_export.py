@@ -171,6 +171,7 @@ def assert_as_trained(folder: Path, made: Made, weights: str = "policy") -> None
     torch.testing.assert_close(logprobs(lm, ROWS, PROMPT), made.logprobs[weights], atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tied", "untied", "cut", "merged", "some"])
 def test_transformers_loads_the_policy_that_was_trained(
     kind: str, made: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -212,6 +213,7 @@ def test_the_average_is_another_policy(kind: str, made: Make, tmp_path: Path) ->
     assert float((one.logprobs["average"] - one.logprobs["policy"]).abs().max()) > 1e-3
 
 
+@pytest.mark.slow
 def test_bfloat16_is_the_trained_weights_rounded(made: Make, tmp_path: Path) -> None:
     one = made("bfloat16")
     folder = exported(one, tmp_path / "out", "--checkpoint", "3")
@@ -221,6 +223,7 @@ def test_bfloat16_is_the_trained_weights_rounded(made: Make, tmp_path: Path) -> 
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["merged", "some"])
 def test_adapters_alone_are_what_peft_loads(
     kind: str, made: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -259,6 +262,7 @@ def test_vllm_loads_it(ray_cluster: None, made: Make, tmp_path: Path) -> None:
         torch.testing.assert_close(torch.tensor([completion.logprobs]), found, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", ["folder", "run's folder", "at"])
 def test_a_checkpoint_has_many_names(
     named: str, made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -275,6 +279,7 @@ def test_a_checkpoint_has_many_names(
     assert f"to {tmp_path}/exports/tied-step_000003\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_s3(made: Make, bucket: str, tmp_path: Path) -> None:
     one, place = made("untied"), open_storage(bucket)
     fs.copy_files(str(one.folder), f"{place.path}/runs/untied", destination_filesystem=place.filesystem)

@@ -24,6 +24,7 @@ def box(actor: Any) -> Iterator[Box]:
     box.close()
 
 
+@pytest.mark.slow
 def test_events_come_in_order(box: Box) -> None:
     """Large ones take another way through Ray than small ones, and can be overtaken there."""
     sizes = [1_000_000 if number % 3 == 0 else 1 for number in range(100)]
@@ -65,6 +66,7 @@ def test_what_one_process_waited_for_is_before_what_another_sends_next(box: Box)
     assert received == [*range(50), "the last", "end"]
 
 
+@pytest.mark.slow
 def test_without_its_actor_nobody_waits(ray_cluster: None) -> None:
     box = Box.new(mailbox.start_mailbox())
     box.post("job", is_last=True)

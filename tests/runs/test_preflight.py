@@ -224,6 +224,7 @@ def test_what_is_known_to_fail_is_shown_once(
     assert caplog.text.count("warning: algorithm.gae_lambda 0.9 with rollout.max_tokens 256: ") == shown
 
 
+@pytest.mark.slow
 def test_rewards_are_tried_before_a_start_and_only_warn_where_workers_have_gpus(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,6 +352,7 @@ def test_a_reward_server_that_is_down_is_refused_before_anything_starts(
         preflight.check_quickly(from_tree({"reward": reward, "ray_address": "127.0.0.1:9"}))
 
 
+@pytest.mark.slow
 def test_the_quick_checks_import_nothing_slow() -> None:
     """Each of them takes seconds to import: `rlx train` would refuse nothing within two."""
     code = (

@@ -23,6 +23,7 @@ def ahead(tiny_model: Path, storage: Path) -> Done:
     return train(small(tiny_model, storage, "ahead", **AHEAD))
 
 
+@pytest.mark.slow
 def test_completions_are_one_step_old_from_the_second_step_on(ahead: Done) -> None:
     assert {step: values[0] for step, values in ahead.history["staleness/mean"].items()} == {1: 0, 2: 1, 3: 1, 4: 1}
 

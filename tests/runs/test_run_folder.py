@@ -118,6 +118,7 @@ def test_a_relative_folder_becomes_an_address_that_holds_anywhere(
         assert run_folder.checkpoint_of(which, "elsewhere")[0] == f"{storage}/runs/a/step_000005"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_s3_is_named_alike(bucket: str, s3_server: str) -> None:
     query = f"?endpoint_override={s3_server}"
     folder = open_storage(bucket) / "runs" / "a"

@@ -33,6 +33,7 @@ def test_all_processes_of_a_run_write_through_one_actor(ray_cluster: None, tmp_p
     assert sum(each.tag == "events.txt/text_summary" for _, each in values) == 3
 
 
+@pytest.mark.slow
 def test_the_actor_gets_the_variables_of_wandb_from_the_driver(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,7 @@ def test_only_an_error_that_would_come_again_ends_the_run(
     assert events == [WorkersFailed(text, is_fatal)]
 
 
+@pytest.mark.slow
 def test_a_late_report_of_the_job_before_is_not_taken_for_one_of_this_job(ray_cluster: None) -> None:
     """A stopped job's workers say that they have ended, and its last report comes by another way, through Train."""
     run = object.__new__(train_run.TrainRun)

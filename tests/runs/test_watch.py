@@ -57,6 +57,7 @@ def child(process: subprocess.Popen[str], name: str) -> psutil.Process:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])
 def test_the_death_of_either_ends_the_command_and_the_other(name: str, sleepers: Path) -> None:
     process = start(sleepers, ["gcs_server", "raylet", "agent"])
@@ -67,6 +68,7 @@ def test_the_death_of_either_ends_the_command_and_the_other(name: str, sleepers:
     assert not other.is_running() or other.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 def test_the_death_of_ray_by_a_signal_to_all_is_an_interrupt(sleepers: Path) -> None:
     process = start(sleepers, ["gcs_server", "raylet"], received=int(signal.SIGTERM))
     os.kill(child(process, "raylet").pid, signal.SIGTERM)
@@ -74,6 +76,7 @@ def test_the_death_of_ray_by_a_signal_to_all_is_an_interrupt(sleepers: Path) -> 
     assert process.stderr.readline() == "interrupted: go on like this\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "initialized"), [(["agent"], True), (["gcs_server", "agent"], False)], ids=["joined", "ended by itself"]
 )

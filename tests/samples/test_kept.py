@@ -162,6 +162,7 @@ def test_nothing_is_kept_of_a_share_of_0(on_ranks: OnRanks, tiny_model: Path, tm
     assert reader.kept_steps(open_storage(str(tmp_path / "none"))) == []
 
 
+@pytest.mark.slow
 def test_what_was_left_out_is_kept_without_numbers_of_training(
     on_ranks: OnRanks, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -177,6 +178,7 @@ def test_what_was_left_out_is_kept_without_numbers_of_training(
             assert row.advantages is not None and (row.advantages[0] != 0) == (len(scores) > 1)
 
 
+@pytest.mark.slow
 def test_a_critic_that_warms_up_leaves_no_ratio(on_ranks: OnRanks, tiny_model: Path, tmp_path: Path) -> None:
     settings = {"algorithm.advantage": "gae", "train.critic_warmup": 1, "train.steps": 2, "eval.every": 0}
     on_ranks(1, keeping, str(tiny_model), str(tmp_path), settings)

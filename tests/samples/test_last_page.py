@@ -83,6 +83,7 @@ def long_step(number: int, prompts: int, samples: int, tokens: int) -> StepCompl
     return StepCompletions(Kind.TRAINING, number, prompts, rows, TrainedTokens(grid, grid, grid, np.ones(count)))
 
 
+@pytest.mark.slow
 def test_the_page_of_long_completions_is_small_and_made_in_time(tmp_path: Path) -> None:
     run = open_storage(str(tmp_path))
     keep(run, *(long_step(number, 32, 8, 512) for number in (1, 2, 3)))

@@ -157,6 +157,7 @@ def test_hostile_texts_do_nothing_in_a_browser(tmp_path: Path) -> None:
     ]  # its data, its script and this one
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_a_browser_filters_searches_and_orders(tmp_path: Path) -> None:
     rows = [
@@ -188,6 +189,7 @@ def test_a_browser_filters_searches_and_orders(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_two_evaluations_stand_side_by_side_on_the_same_prompts(tmp_path: Path) -> None:
     early = shown(*[held_out(prompt, 0, correct=prompt == 2) for prompt in (1, 2, 3)], step=0)
@@ -209,6 +211,7 @@ OPENED = """seen.push([controls.elements.show, controls.elements.beside].map(eac
     document.title = JSON.stringify([...seen, cards()]);"""
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_two_runs_open_on_the_first_with_the_second_beside_it(tmp_path: Path) -> None:
     """On the newest step of the first run that can be compared, with the nearest one of the second."""
@@ -221,6 +224,7 @@ def test_two_runs_open_on_the_first_with_the_second_beside_it(tmp_path: Path) ->
     assert found == [["the answer: 1 of 20", "the answer: 1 of 18"]]
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_one_run_opens_on_its_newest_step_alone(tmp_path: Path) -> None:
     text = page.completions_page("t", [shown(held_out(1, step, correct=True), step=step) for step in (0, 10)])
@@ -233,6 +237,7 @@ def test_without_a_common_prompt_the_first_run_is_shown_alone() -> None:
     assert page.page_data(steps)["opens"] == [1, None] and page.page_data([])["opens"] == [None, None]
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_tokens_are_coloured_by_the_selected_quantity(tmp_path: Path) -> None:
     actions = """
@@ -261,6 +266,7 @@ def test_tokens_are_coloured_by_the_selected_quantity(tmp_path: Path) -> None:
     assert told.split("  \u00b7  ") == ['"one"', "token 1", *expected]
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_thousands_of_rows_are_made_as_they_come_into_view(tmp_path: Path) -> None:
     rows = [trained(group, 0, question=f"question {group}") for group in range(2000)]

@@ -194,6 +194,7 @@ def test_an_impossible_field_is_named(change: dict[str, Any], where: str) -> Non
 # Complete, unfinished, damaged
 
 
+@pytest.mark.slow
 def test_checkpoints_are_listed_oldest_first_with_their_problems(folder: Storage) -> None:
     assert checkpoint_catalog.list_checkpoints(folder) == []
     for step in (3, 1000000, 20, 4, 5, 6):
@@ -247,6 +248,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_complete(
     assert first.state is CheckpointState.UNFINISHED and second.manifest
 
 
+@pytest.mark.slow
 def test_a_checkpoint_cut_short_at_any_point_of_its_writing_is_not_complete(tmp_path: Path) -> None:
     made = put(open_storage(str(tmp_path / "made")), 7)
     order = [*FILES, checkpoint_manifest.MANIFEST]
@@ -429,6 +431,7 @@ def test_checkpoints_of_every_so_many_steps_are_kept(tmp_path: Path) -> None:
     assert [entry.step for entry in checkpoint_catalog.complete_checkpoints(folder)] == [8, 16, 18]
 
 
+@pytest.mark.slow
 def test_unfinished_checkpoints_are_deleted_unless_they_may_still_be_written(folder: Storage) -> None:
     for step in range(1, 7):
         put(folder, step)

@@ -176,6 +176,7 @@ def test_the_files_are_readable_by_safetensors_itself(saved: Saved) -> None:
         assert seen == {name: parts.read_full(name).numel() for name in parts.names}
 
 
+@pytest.mark.slow
 def test_adapters_continue_exactly_on_another_number_of_ranks(
     on_ranks: OnRanks, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -213,6 +214,7 @@ def save_half(rank: int, ranks: int, path: str, target: str) -> list[bool]:
     return [bool(part.optimizer.state) for part in trained.values()]
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_has_not_stepped_is_left_so(on_ranks: OnRanks, tiny_model: Path, tmp_path: Path) -> None:
     assert on_ranks(2, save_half, str(tiny_model), str(tmp_path)) == [[False, True]] * 2
     ((_, stepped),) = on_ranks(1, reloaded, str(tiny_model), str(tmp_path))
@@ -233,6 +235,7 @@ def load_without_pickle(rank: int, ranks: int, path: str, source: str) -> int:
     return sum(int(tensor.full_tensor().count_nonzero()) for tensor in average.values())
 
 
+@pytest.mark.slow
 def test_nothing_is_unpickled(on_ranks: OnRanks, saved: Saved, tiny_model: Path) -> None:
     (count,) = on_ranks(1, load_without_pickle, str(tiny_model), str(saved[0]))
     assert count > 0
@@ -403,6 +406,7 @@ def test_every_kind_of_number_is_kept(tmp_path: Path) -> None:
 Cuts = st.lists(st.integers(1, 5), min_size=1, max_size=3)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(rows=Cuts, columns=Cuts, data=st.data())
 def test_any_part_is_read_from_pieces_cut_in_any_way(rows: list[int], columns: list[int], data: st.DataObject) -> None:

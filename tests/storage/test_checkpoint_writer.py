@@ -137,6 +137,7 @@ def save_beside(rank: int, ranks: int, where: Where) -> tuple[bool, bool]:
     return soon, finished is not None
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_a_checkpoint_is_written(
     on_ranks: OnRanks, s3_server: str, s3_faults: tuple[str, s3.Proxy]
 ) -> None:
@@ -158,6 +159,7 @@ def save_rated(rank: int, ranks: int, where: Where) -> list[list[str]]:
     return left
 
 
+@pytest.mark.slow
 def test_the_newest_and_the_best_stay_also_after_a_resume(on_ranks: OnRanks, where: Where) -> None:
     kept = [[1], [2], [2, 3], [2, 4], [2, 5]]
     expected = [[checkpoint_catalog.checkpoint_name(step) for step in steps] for steps in kept]
@@ -176,6 +178,7 @@ def save_many(rank: int, ranks: int, where: Where, steps: int) -> None:
         saved(writer, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_damaged_checkpoint_is_named_once_and_never_chosen(ranks: int, on_ranks: OnRanks, where: Where) -> None:
     on_ranks(2, save_many, where, 5)
@@ -215,6 +218,7 @@ def find_newest_error(rank: int, ranks: int, where: Where) -> tuple[str, list[st
     return refusal(lambda: writer.newest_checkpoint(messages.append)), messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_only_damaged_checkpoints_are_an_error_on_all_ranks(ranks: int, on_ranks: OnRanks, where: Where) -> None:
     on_ranks(1, save_many, where, 2)
@@ -462,6 +466,7 @@ def impatient(s3_faults: tuple[str, s3.Proxy], s3_server: str) -> Iterator[tuple
     yield (address, s3.environment(s3_server)), proxy
 
 
+@pytest.mark.slow
 def test_a_storage_that_fails_for_a_while_delays_a_checkpoint_and_no_more(
     on_ranks: OnRanks, impatient: tuple[Where, s3.Proxy]
 ) -> None:
@@ -482,6 +487,7 @@ def fail_remotely(rank: int, ranks: int, where: Where) -> tuple[str, list[float]
         return refusal(writer.wait), retries.waits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_storage_that_fails_for_good_is_named_and_spares_earlier_checkpoints(
     ranks: int, on_ranks: OnRanks, impatient: tuple[Where, s3.Proxy]

@@ -65,6 +65,7 @@ def test_one_of_two_gets_a_name(contenders: list[Any], times: int) -> None:
         assert lost.startswith(f"lost run 'run-{i}' is ")
 
 
+@pytest.mark.slow
 def test_two_get_two_names(contenders: list[Any]) -> None:
     answers = [answer for _ in range(3) for answer in ask(contenders, "-")]
     assert all(answer.startswith("won ppo-") for answer in answers) and len(set(answers)) == 6
@@ -89,6 +90,7 @@ def test_a_folder_that_stays_empty_goes_and_a_used_one_stays(tmp_path: Path) -> 
     assert [path.name for path in (tmp_path / "used").iterdir()] == ["run.json"]
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_followed_at_once(place: str, contenders: list[Any]) -> None:
     first, second = contenders
     assert ask([first], "run") == ["won run"]

@@ -40,6 +40,7 @@ def test_names_are_sorted_and_empty_for_a_missing_folder(tmp_path: Path) -> None
     assert (there / "missing").names() == []
 
 
+@pytest.mark.slow
 def test_a_folder_is_listed_while_others_make_and_remove_it(tmp_path: Path) -> None:
     folder = open_storage(str(tmp_path / "run"))
     code = "import os, sys; print()\nwhile True: os.mkdir(sys.argv[1]); os.rmdir(sys.argv[1])"
@@ -244,6 +245,7 @@ def test_a_server_that_does_not_answer_is_reported(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["500", "reset"])
 def test_a_server_that_fails_for_a_while_is_tried_again(
     kind: s3.Kind, s3_faults: tuple[str, s3.Proxy], tmp_path: Path
@@ -261,6 +263,7 @@ def test_a_server_that_fails_for_a_while_is_tried_again(
     assert (tmp_path / "back").read_bytes() == content
 
 
+@pytest.mark.slow
 def test_a_slow_server_is_waited_for(s3_faults: tuple[str, s3.Proxy]) -> None:
     address, proxy = s3_faults
     file = open_storage(address) / "file"
@@ -270,6 +273,7 @@ def test_a_slow_server_is_waited_for(s3_faults: tuple[str, s3.Proxy]) -> None:
     assert len(proxy.failed) == 1  # not asked twice
 
 
+@pytest.mark.slow
 def test_a_storage_that_was_sent_to_a_worker_keeps_its_retries(s3_faults: tuple[str, s3.Proxy]) -> None:
     address, proxy = s3_faults
     sent = pickle.loads(pickle.dumps(open_storage(address)))

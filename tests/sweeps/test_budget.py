@@ -155,6 +155,7 @@ def test_a_plan_says_what_it_costs_and_shows(plan: SweepPlan) -> None:
         assert len(plans.prospects(replace(plan, metric=unknown))) == 1
 
 
+@pytest.mark.slow
 def test_a_plan_knows_how_settings_of_the_newest_sweep_differed(plan: SweepPlan, tmp_path: Path) -> None:
     run = log_sweep(plan.tracking_uri, "before", [Run({}, {0: 0.1})], [])
     content = {"metric": "eval/accuracy", "spread_of_differences": {"seed": 1e-6, "question": 0.0, "rest": 0.01}}

@@ -369,6 +369,7 @@ def test_the_mailbox_ends_with_the_sweep_and_the_autoscaler_is_asked_for_nothing
     assert (killed, asked) == (["mailbox"], [[], []])
 
 
+@pytest.mark.slow
 def test_a_service_that_is_away_is_waited_for_once(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 500 trials each would else wait at the end of a sweep."""
 

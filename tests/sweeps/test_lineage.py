@@ -119,6 +119,7 @@ def test_the_best_trial_and_the_setting_beside_it(sweep: Storage) -> None:
         lineage.best_trial(plan, {"trial_00000": TrialRecord(settings={})})
 
 
+@pytest.mark.slow
 def test_the_command_shows_the_lineage_and_writes_both_settings(
     sweep: Storage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

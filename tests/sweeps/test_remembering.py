@@ -151,6 +151,7 @@ def test_interruptions_change_no_decision(name: SchedulerName, seeds: int, unit:
     assert stopped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["asha", "median"])
 def test_whoever_was_let_go_on_is_not_stopped_on_a_resume(name: SchedulerName, tmp_path: Path) -> None:
     """The first setting reports each step before the others, so it is compared with nobody; it is the best later."""

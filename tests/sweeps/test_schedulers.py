@@ -116,6 +116,7 @@ def test_the_rungs_are_those_of_ray_but_for_the_last_step(steps: int, every: int
     assert schedule.rungs == sorted(step for step, _ in bracket._rungs if step < steps)
 
 
+@pytest.mark.slow
 def test_without_a_scheduler_all_trials_do_all_steps(free_cluster: None, tmp_path: Path) -> None:
     assert steps(run("none", [0.1, 0.2], sweep(8, 2), tmp_path)) == [8, 8]
 
@@ -126,6 +127,7 @@ def test_asha_stops_who_is_below_the_median_of_a_rung(free_cluster: None, tmp_pa
     assert steps(reports) == [8, 2, 8, 2, 2, 8, 4, 2]
 
 
+@pytest.mark.slow
 def test_median_stops_who_is_below_the_median_of_three_others(free_cluster: None, tmp_path: Path) -> None:
     reports = run("median", [0.5, 0.7, 0.1, 0.2, 0.9], sweep(8, 2), tmp_path)
     assert steps(reports) == [8, 8, 8, 2, 8]
@@ -168,6 +170,7 @@ def test_a_race_stops_a_setting_and_adds_seeds_to_those_that_are_left(
 # Populations
 
 
+@pytest.mark.slow
 def test_the_worse_goes_on_from_the_better_with_other_settings(
     free_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +181,7 @@ def test_the_worse_goes_on_from_the_better_with_other_settings(
     assert better["config"]["algorithm.gae_lambda"] == 0.5 != worse["config"]["algorithm.gae_lambda"]
 
 
+@pytest.mark.slow
 def test_after_a_resume_the_next_change_is_due_when_it_would_have_been(
     free_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +191,7 @@ def test_after_a_resume_the_next_change_is_due_when_it_would_have_been(
     assert (better["line"], worse["line"]) == ("A" * 12, "A" * 8 + "B" * 4)
 
 
+@pytest.mark.slow
 def test_nobody_goes_on_from_another_after_the_last_step(
     free_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

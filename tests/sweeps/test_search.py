@@ -302,6 +302,7 @@ def near_a_third(settings: dict[str, Any]) -> float:
     return -abs(settings["algorithm.gae_lambda"] - 1 / 3) - abs(np.log10(settings["train.actor_lr"]) + 5) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "count"), [("optuna", 40), ("bayesopt", 24), ("hyperopt", 40)])
 def test_an_adaptive_search_learns(name: str, count: int) -> None:
     """Its last 8 trials are better by far than the -0.75 of a thousand at random."""
@@ -325,6 +326,7 @@ def test_an_adaptive_search_gives_as_many_as_are_asked_for_when_the_best_lies_on
     assert max(tell(search, lambda settings: settings["algorithm.gae_lambda"], 30)) > 0.95
 
 
+@pytest.mark.slow
 def test_bayesopt_goes_to_the_best_and_then_elsewhere() -> None:
     search = searcher("bayesopt", {"algorithm.gae_lambda": tune.uniform(0.0, 1.0)}, 30, 0)
     values = tell(search, lambda settings: settings["algorithm.gae_lambda"], 30)
@@ -367,6 +369,7 @@ def test_a_space_that_is_not_for_the_search_is_refused(name: str, space: dict[st
     assert str(error.value).startswith(line)
 
 
+@pytest.mark.slow
 def test_without_its_library_a_search_says_what_to_install() -> None:
     """In a Python that finds neither library."""
     code = """

@@ -351,6 +351,7 @@ for i in range(5):
 """
 
 
+@pytest.mark.slow
 def test_a_fresh_database_is_used_by_several_at_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FIRST_USER, str(tmp_path)]
     users = [

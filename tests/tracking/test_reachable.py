@@ -99,6 +99,7 @@ def test_what_is_no_web_server_is_refused(says: bytes) -> None:
         reachable.check_mlflow(address)
 
 
+@pytest.mark.slow
 def test_a_server_that_says_little_by_little_is_not_waited_for() -> None:
     """Each byte is in time; MLflow itself is asked later."""
     started = time.monotonic()
@@ -114,6 +115,7 @@ def test_a_certificate_that_mlflow_may_be_told_to_take_is_not_judged(monkeypatch
     reachable.check_mlflow("https://mlflow.example")
 
 
+@pytest.mark.slow
 def test_wandb_needs_a_key_before_anything_starts(tmp_path: Path) -> None:
     """In a process of its own: W&B keeps what it has found for all later runs of a process."""
     code = (

@@ -206,6 +206,7 @@ def history(records: list[Any]) -> list[dict[str, Any]]:
     return [{item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in row.item} for row in rows]
 
 
+@pytest.mark.slow
 def test_wandb_offline_keeps_steps_settings_and_id_over_attempts(
     tmp_path: Path, folder: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -306,6 +306,7 @@ def start_writer(proxy: s3.Proxy, folder: Storage, then: str) -> subprocess.Pope
     return process
 
 
+@pytest.mark.slow
 def test_a_kill_while_the_server_is_down_neither_loses_nor_repeats_a_record(proxy: s3.Proxy, folder: Storage) -> None:
     first = opened_tracker(proxy.address, folder)
     log_steps(first, 0, 1)
@@ -324,6 +325,7 @@ def test_a_kill_while_the_server_is_down_neither_loses_nor_repeats_a_record(prox
     assert outbox_files(folder) == {}
 
 
+@pytest.mark.slow
 def test_a_process_ends_at_once_and_quietly_while_the_server_hangs(proxy: s3.Proxy, folder: Storage) -> None:
     opened_tracker(proxy.address, folder).close(LONG_S)
     proxy.fail("hang")
@@ -334,6 +336,7 @@ def test_a_process_ends_at_once_and_quietly_while_the_server_hangs(proxy: s3.Pro
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.slow
 def test_an_entry_that_was_sent_but_not_deleted_is_stored_once(proxy: s3.Proxy, folder: Storage) -> None:
     proxy.fail("500")
     first = OutboxTracker([MLflowService(proxy.address)], folder, "rank_0", Messages().put)
@@ -354,6 +357,7 @@ def test_an_entry_that_was_sent_but_not_deleted_is_stored_once(proxy: s3.Proxy, 
     assert "rlx.attempt" not in run.tags
 
 
+@pytest.mark.slow
 def test_a_tracker_waits_for_the_last_attempt_of_the_previous_one(proxy: s3.Proxy, folder: Storage) -> None:
     proxy.fail("slow", seconds=0.3)
     first = OutboxTracker([MLflowService(proxy.address)], folder, "rank_0", Messages().put)
@@ -391,6 +395,7 @@ def test_a_resumed_run_repeats_no_step_and_counts_its_attempts(database: str, fo
     assert tracked_run(database, folder).status == "FAILED"
 
 
+@pytest.mark.slow
 def test_a_refused_record_is_dropped_and_the_next_one_is_sent(database: str, folder: Storage) -> None:
     messages = Messages()
     tracker = opened_tracker(database, folder, messages)
@@ -420,6 +425,7 @@ def test_a_deleted_run_fails_nothing_and_a_resume_creates_a_new_one(server: Serv
     assert logged(server.uri, folder) == expected(0, 1)
 
 
+@pytest.mark.slow
 def test_records_wait_on_any_storage_until_they_are_sent(where: Where, database: str) -> None:
     folder, nobody = open_storage(where[0]), f"http://127.0.0.1:{s3.free_port()}"
     driver = OutboxTracker([MLflowService(nobody)], folder, "driver", Messages().put)

@@ -103,6 +103,7 @@ def refused(rank: int, ranks: int, path: str, other: str, folder: str) -> str:
     return str(said.value)
 
 
+@pytest.mark.slow
 def test_a_teacher_that_numbers_tokens_differently_is_refused(
     on_ranks: OnRanks, tiny_model: Path, tmp_path: Path
 ) -> None:

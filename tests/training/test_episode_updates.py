@@ -247,6 +247,7 @@ def on_one_rank(on_ranks: OnRanks, tiny_model: Path) -> list[dict[str, Tensor]]:
     return on_ranks(1, each_way, str(tiny_model))[0]
 
 
+@pytest.mark.slow
 def test_an_update_on_episodes_does_not_depend_on_micro_batches(on_one_rank: list[dict[str, Tensor]]) -> None:
     for first in range(0, len(on_one_rank), 3):
         whole, *cut = on_one_rank[first : first + 3]

@@ -218,6 +218,7 @@ def of_sets(row: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in row.items() if name.startswith(("eval/same/", "eval/other/"))}
 
 
+@pytest.mark.slow
 def test_training_is_to_the_last_bit_what_it_is_without_sets(runs: Whole) -> None:
     (whole, plain, *_), _ = runs
     without = [{name: row[name] for name in row.keys() - of_sets(row)} for row in whole.reporter.metrics]

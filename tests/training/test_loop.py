@@ -174,6 +174,7 @@ def mixed_and_resumed(rank: int, ranks: int, path: str, folder: str) -> list[Out
     return [whole, first, trained(path, f"{folder}/stopped", **MIXED)]
 
 
+@pytest.mark.slow
 def test_two_sources_have_their_rewards_and_metrics_on_any_ranks_and_resume(
     on_ranks: OnRanks, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -255,6 +256,7 @@ def resumed_with_other_sets(rank: int, ranks: int, path: str, folder: str) -> Ou
     return trained(path, folder, eval__sets=[{"name": "four", "samples": 2}, two], eval__every=0)
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_a_resumed_run_no_longer_makes_is_not_reported(
     on_ranks: OnRanks, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -84,6 +84,7 @@ def check_ranks_and_checkpoints(on_ranks: OnRanks, path: str, folder: Path, name
     return expected
 
 
+@pytest.mark.slow
 def test_muon_is_that_of_torch_for_hidden_matrices_and_adamw_for_the_rest(
     on_ranks: OnRanks, tiny_model: Path, tmp_path: Path
 ) -> None:

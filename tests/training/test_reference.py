@@ -45,6 +45,7 @@ def told_later(rank: int, ranks: int, path: str, folder: str) -> list[Rows]:
     return [resumed, rows(path, f"{folder}/run", **start, algorithm__kl_coef=0.1, train__steps=4)]
 
 
+@pytest.mark.slow
 def test_a_kl_that_is_switched_on_later_is_measured_to_the_weights_that_the_run_started_with(
     on_ranks: OnRanks, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -88,6 +89,7 @@ def on_two_ranks(rank: int, ranks: int, path: str, folder: str) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_a_reference_is_read_on_any_number_of_ranks_and_has_adapters(
     on_ranks: OnRanks, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -107,6 +109,7 @@ def without_it(rank: int, ranks: int, path: str, folder: str) -> str:
     return str(failed.value)
 
 
+@pytest.mark.slow
 def test_a_lost_reference_is_not_replaced_by_another(on_ranks: OnRanks, tiny_model: Path, tmp_path: Path) -> None:
     (said,) = on_ranks(1, without_it, str(tiny_model), str(tmp_path))
     assert f"{tmp_path}/b/reference/step_000000" in said

@@ -79,6 +79,7 @@ TOKENIZER = tiny.build_tokenizer()
 END = TOKENIZER.eos_token_id
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("in_generation", "in_config", "ends"),
     [

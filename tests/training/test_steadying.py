@@ -47,6 +47,7 @@ def rows(runs: list[Outcome]) -> list[dict[str, float]]:
     return [dict(row) for row in runs[0].reporter.metrics]
 
 
+@pytest.mark.slow
 def test_the_policy_stays_while_the_critic_warms_up(rows: list[dict[str, float]]) -> None:
     assert "policy/loss" not in rows[1] and "value/loss" in rows[1]
     assert abs(rows[2]["kl/ref"]) <= 1e-9 < abs(rows[3]["kl/ref"])

@@ -220,6 +220,7 @@ def by_engines(rank: int, ranks: int, path: str) -> tuple[Experience, Experience
     )
 
 
+@pytest.mark.slow
 def test_the_engines_logprobs_can_be_the_old_ones(on_ranks: OnRanks, tiny_model: Path) -> None:
     own, theirs, sums = on_ranks(1, by_engines, str(tiny_model))[0]
     torch.testing.assert_close(theirs.logprobs, own.logprobs - 0.1 * own.mask)
@@ -262,6 +263,7 @@ def both(rank: int, ranks: int, path: str, way: dict[str, Any]) -> list[tuple[Ex
     return [late_or_not(rank, ranks, path, way, late) for late in (False, True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("minibatches", [1, 2])
 @pytest.mark.parametrize("importance", ["none", "tis"])
 def test_the_first_pass_of_an_update_gives_old_logprobs_as_one_before_it(
@@ -368,6 +370,7 @@ def scattered(rank: int, ranks: int, path: str) -> list[tuple[list[bool], dict[s
     return found
 
 
+@pytest.mark.slow
 def test_gradients_that_a_rank_never_has_in_full_are_the_same(on_ranks: OnRanks, tiny_model: Path) -> None:
     for (whole, expected), (reduced, weights) in on_ranks(2, scattered, str(tiny_model)):
         assert not any(whole)
@@ -426,6 +429,7 @@ def kept(rank: int, ranks: int, path: str) -> list[tuple[list[bool], dict[str, T
     return found
 
 
+@pytest.mark.slow
 def test_weights_that_stay_gathered_learn_the_same(on_ranks: OnRanks, tiny_model: Path) -> None:
     for (freed, expected), (stayed, weights) in on_ranks(2, kept, str(tiny_model)):
         assert not any(freed) and all(stayed)
@@ -439,6 +443,7 @@ def offloaded(rank: int, ranks: int, path: str) -> list[dict[str, Tensor]]:
     return [updated(rank, ranks, path, way, 60) for way in ({}, OFFLOAD)]
 
 
+@pytest.mark.slow
 def test_shards_in_host_memory_change_nothing(on_ranks: OnRanks, tiny_model: Path) -> None:
     for plain, other in on_ranks(2, offloaded, str(tiny_model)):
         torch.testing.assert_close(other, plain, atol=0, rtol=0)
@@ -492,6 +497,7 @@ def averages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
     return found | {"meanwhile": collector.evaluated[1], "pushed": torch.stack(collector.pushed)}
 
 
+@pytest.mark.slow
 def test_the_average_of_the_weights_by_hand(on_ranks: OnRanks, tiny_model: Path) -> None:
     found = on_ranks(2, averages, str(tiny_model))[0]
     expected = 0.75 * found["before"] + 0.25 * found["after"]
@@ -515,6 +521,7 @@ def stepped(rank: int, ranks: int, path: str) -> list[list[float]]:
     return rates
 
 
+@pytest.mark.slow
 def test_learning_rates_follow_the_schedule_of_each_model(on_ranks: OnRanks, tiny_model: Path) -> None:
     (rates,) = on_ranks(1, stepped, str(tiny_model))
     policy, critic = zip(*rates, strict=True)
@@ -567,6 +574,7 @@ def without_cut(rank: int, ranks: int, path: str) -> list[dict[str, Tensor]]:
     return [{name: p.full_tensor().detach() for name, p in weights.items()} for weights in found]
 
 
+@pytest.mark.slow
 def test_completions_that_the_losses_leave_out_move_nothing(on_ranks: OnRanks, tiny_model: Path) -> None:
     marked, removed, none, start = on_ranks(1, without_cut, str(tiny_model))[0]
     torch.testing.assert_close(marked, removed, atol=3e-6, rtol=1e-5)
@@ -593,6 +601,7 @@ def advantages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_the_kl_in_the_reward_is_compared_within_groups(on_ranks: OnRanks, tiny_model: Path) -> None:
     (found,) = on_ranks(1, advantages, str(tiny_model))
     # Rewards less the KL: 0.9 and 0; 1.5 and 1.5. Two alike responses say nothing.
