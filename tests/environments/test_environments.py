@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import statistics
 import sys
 from fractions import Fraction
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from rlx.config.errors import ConfigError
+from rlx.config.run import settings
 from rlx.environments.base import ENVIRONMENTS, load_environment, messages_of, tool_methods
 from rlx.environments.calculator import Calculator, number_in, number_text, value_of
 from rlx.environments.code_task import CodeTask
@@ -68,6 +70,11 @@ class Wrapped(NoTools):
 class NoReset:
     def step(self, action: str) -> tuple[str, float, bool]:
         return "", 0.0, True
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_the_setting_names_every_environment_of_the_table(name: str) -> None:
+    assert re.search(rf"\b{name}\b", str(settings()["environment.name"].description))
 
 
 def test_class_methods_and_wrapped_methods_are_tools() -> None:

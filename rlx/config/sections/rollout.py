@@ -108,8 +108,8 @@ class EnvironmentConfig(Section):
     """What the policy talks to, how long its episodes are, and the processes of the environments."""
 
     name: str | None = None
-    """calculator, python, guess_number, treasure, code, or module:Class, a class of your own; unset: none, each
-    completion is one turn. See docs/environments.md"""
+    """calculator, python, guess_number, treasure, code, gymnasium, or module:Class, a class of your own; unset: none,
+    each completion is one turn. See docs/environments.md"""
     params: Arguments = Field(default={})
     """arguments of that class"""
     max_turns: PositiveInt = 8
