@@ -91,7 +91,7 @@ class Host(Protocol):
         ...
 
     async def is_up(self) -> bool:
-        """Waits while the process starts; false if it does not."""
+        """Waits while the process starts anew, if it does; false if it cannot."""
         ...
 
 

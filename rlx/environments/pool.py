@@ -27,6 +27,8 @@ _MARGIN_S = 10.0
 _LOOK_S = 0.2
 _START_S = 120.0
 """longest wait for a host whose process starts"""
+_MOST_SPARED = 10
+"""losses of one call that do not count as its attempts; an episode that ends its process may be taken for another"""
 
 
 class LocalHost:
@@ -54,7 +56,7 @@ class ActorHost:
     def __init__(self, actor: Any, timeout_s: float) -> None:
         """`timeout_s`: in which a call ends, with the time that it waits for other ranks' calls there."""
         self._actor, self._timeout_s, self._has_answered = actor, timeout_s, False
-        self._calls, self._is_dead = BulkCalls(actor, "its host"), False
+        self._calls, self._is_dead, self._is_starting = BulkCalls(actor, "its host"), False, False
 
     async def call(self, method: str, *args: Any) -> Any:
         """See `Host.call`. The first call waits until the process is up."""
@@ -72,17 +74,19 @@ class ActorHost:
 
     def replace(self) -> None:
         """See `Host.replace`. Ray starts a process that has died by itself."""
-        self._has_answered = False
+        self._has_answered, self._is_starting = False, True
         if not self._is_dead:
             ray.kill(self._actor, no_restart=False)
 
     async def is_up(self) -> bool:
-        """See `Host.is_up`. Calls of an actor that is being started fail at once."""
+        """See `Host.is_up`. Calls of an actor that is being started anew fail at once."""
+        if not self._is_starting:
+            return True
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline and not await asyncio.to_thread(is_dead, self._actor):
             try:
                 await asyncio.wait_for(asyncio.wrap_future(self._actor.__ray_ready__.remote().future()), _START_S)
-                self._has_answered, self._is_dead = True, False
+                self._has_answered, self._is_dead, self._is_starting = True, False, False
                 return True
             except (ray.exceptions.RayActorError, TimeoutError):
                 await asyncio.sleep(_LOOK_S)
@@ -198,6 +202,7 @@ class EnvironmentPool:
         life = self._lives[record.host]
         try:
             async with self._room[record.host]:
+                await self.hosts[record.host].is_up()
                 life = self._lives[record.host]
                 failed, same = await self._replayed(key, record, replies) if check else (None, True)
                 if failed:
@@ -221,10 +226,15 @@ class EnvironmentPool:
             self._replace(number, self._lives[number], str(lost))
 
     async def _attempted(self, key: str, record: _Record, method: str, *args: Any) -> Observation:
-        """The observation of a call, repeated on a fresh instance as often as `retries` allows."""
-        failure = ""
-        for _ in range(self.retries + 1):
+        """The observation of a call, repeated on a fresh instance as often as `retries` allows.
+
+        A call that is lost with a process that another episode has had replaced is repeated beyond that.
+        """
+        failure, left = "its process does not start", self.retries + 1
+        for _ in range(left + _MOST_SPARED):
             async with self._room[record.host]:
+                if not await self.hosts[record.host].is_up():
+                    break
                 life = self._lives[record.host]
                 try:
                     reply = await self._attempt(key, record, method, *args)
@@ -233,11 +243,12 @@ class EnvironmentPool:
                         record.observations.append(reply.observation)
                         return reply.observation
                     failure = self._noted(record, life, reply)
+                    left -= 1
                 except HostLost as lost:
                     failure = str(lost)
-                    self._replace(record.host, life, failure)
-                if self._lives[record.host] != life and not await self.hosts[record.host].is_up():
-                    break
+                    left -= self._replace(record.host, life, failure)
+            if not left:
+                break
         raise EnvironmentFailed(failure)
 
     async def _attempt(self, key: str, record: _Record, method: str, *args: Any) -> Reply:
@@ -287,14 +298,15 @@ class EnvironmentPool:
             self.failures.add("unrepeatable", "it answers the same actions differently when they are repeated")
         return failed, same
 
-    def _replace(self, host: int, life: int, reason: str) -> None:
-        """Has a host's process started anew, once for all who find it lost in the same life."""
+    def _replace(self, host: int, life: int, reason: str) -> bool:
+        """Has a host's process started anew, once for all who find it lost in the same life; false for the others."""
         if self._lives[host] != life:
-            return
+            return False
         self._lives[host] += 1
         if reason:
             self.failures.add("died", reason)
         self.hosts[host].replace()
+        return True
 
 
 def start_hosts(settings: HostSettings, options: Sequence[dict[str, Any]]) -> list[Any]:

@@ -19,7 +19,7 @@ class SecondInstance:
     """The second instance of an episode, on the host of the first one."""
 
     def __init__(
-        self, key: str, host: Host, room: asyncio.Semaphore, beginning: Beginning, lost: Callable[[str], None]
+        self, key: str, host: Host, room: asyncio.Semaphore, beginning: Beginning, lost: Callable[[str], object]
     ) -> None:
         """`key`: of the episode; `lost`: is told why the host is lost."""
         self._key, self._host, self._room, self._lost = f"{key}/second", host, room, lost

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from episode_cases import pool_of
 
-from rlx.environments.host import HostLost, HostSettings
+from rlx.environments.host import HostLost, HostSettings, Reply
 from rlx.environments.pool import EnvironmentPool, LocalHost
 from rlx.types import EnvironmentFailed, TaskRow
 
@@ -299,6 +299,55 @@ def test_episodes_that_wait_for_room_are_unharmed_when_their_host_is_replaced() 
 
     assert asyncio.run(played()) == ["hang 0", "b 0", "c 0"]
     assert dict(pool.failures) == {"hung": 1}
+
+
+class Crowded(LocalHost):
+    """A host whose process one episode hangs and another one loses with its call, so often."""
+
+    def __init__(self, settings: HostSettings, hangs: int) -> None:
+        super().__init__(settings)
+        self.hangs, self.is_waited_for, self.lost = hangs, asyncio.Event(), asyncio.Event()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if method != "step" or not self.hangs:
+            return await super().call(method, *args)
+        if args[1].text == "hang":
+            await self.is_waited_for.wait()
+            return Reply(failure="took too long", is_late=True, is_stuck=True)
+        lost = self.lost
+        self.is_waited_for.set()
+        await lost.wait()
+        raise HostLost("its process ended")
+
+    def replace(self) -> None:
+        super().replace()
+        self.lost.set()
+        self.hangs, self.is_waited_for, self.lost = self.hangs - 1, asyncio.Event(), asyncio.Event()
+
+
+def test_an_episode_that_hangs_costs_the_others_of_its_process_no_attempt() -> None:
+    pool = pool_of("", [Crowded(HostSettings(f"{HERE}Echo", {}, 5.0, 4), 2)], retries=1)
+
+    async def played() -> list[Any]:
+        for key in "ab":
+            await pool.start(key, ROW, 7)
+        return await asyncio.gather(pool.step("a", "hang", 0), pool.step("b", "b", 0), return_exceptions=True)
+
+    hanging, good = asyncio.run(played())
+    assert isinstance(hanging, EnvironmentFailed) and good.text == "b 0"
+    assert pool.failures == {"hung": 2}
+
+
+def test_a_call_waits_for_a_process_that_another_episode_has_had_replaced() -> None:
+    host = Restarting(HostSettings(f"{HERE}Echo", {}, 5.0, 4))
+    pool = pool_of("", [host], retries=0)
+
+    async def played() -> str:
+        await pool.start("1", ROW, 7)
+        host.replace()
+        return (await pool.step("1", "a", 0)).text
+
+    assert asyncio.run(played()) == "a 0" and not pool.failures
 
 
 def test_a_repetition_that_fails_is_an_attempt_like_any_other() -> None:
