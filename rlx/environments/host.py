@@ -53,7 +53,9 @@ class Reply:
     observation: Observation | None = None
     failure: str = ""  # why there is no observation
     is_late: bool = False  # the call took longer than it may
-    is_stuck: bool = False  # it still goes on, and cannot be ended
+    is_stuck: bool = (
+        False  # its process has to be replaced: it still goes on and cannot be ended, or has no memory left
+    )
     is_unknown: bool = False  # no episode has the key: the process was started anew
 
 
@@ -170,7 +172,8 @@ class EnvironmentHost(BulkActor):
             return Reply(failure="raised CancelledError")
         error = task.exception()
         if error is not None:
-            return Reply(failure=f"raised {type(error).__name__}: {one_line(error, 300)}")
+            failure = f"raised {type(error).__name__}: {one_line(error, 300)}"
+            return Reply(failure=failure, is_stuck=isinstance(error, MemoryError))
         return Reply(replace(task.result(), seconds=time.monotonic() - started))
 
     async def _start(self, key: str, beginning: Beginning) -> Observation:

@@ -275,7 +275,7 @@ class EnvironmentPool:
         return await self._attempt(key, record, method, *args)
 
     def _noted(self, record: _Record, life: int, reply: Reply) -> str:
-        """Counts a call that failed; a host with a call that cannot be ended is replaced."""
+        """Counts a call that failed; a host that cannot go on after it is replaced."""
         record.is_whole = False
         self.failures.add("hung" if reply.is_late else "raised", reply.failure)
         if reply.is_stuck:

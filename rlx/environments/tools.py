@@ -130,7 +130,9 @@ class ToolDialogue:
         try:
             returned = await self._called(self.tools[call.name], **call.arguments)
             text = returned if isinstance(returned, str) else json.dumps(returned, ensure_ascii=False, default=str)
-        except Exception as error:  # whatever the tool raises, the policy is told
+        except MemoryError:  # of the process, which is of no use any more
+            raise
+        except Exception as error:  # whatever else the tool raises, the policy is told
             return f"error: {type(error).__name__}: {error}"[:_LONGEST], False
         return text[:_LONGEST], True
 

@@ -170,6 +170,43 @@ class Dying(LocalHost):
         super().replace()
 
 
+class Filling(Echo):
+    """Keeps something of each step, and there is memory for two."""
+
+    kept = 0
+
+    def step(self, action: str, seed: int) -> tuple[str, float, bool]:
+        return self.keep(action), 0.0, False
+
+    def keep(self, what: str) -> str:
+        """Keeps something.
+
+        Args:
+            what: is kept
+        """
+        Filling.kept += 1
+        if Filling.kept > 2:
+            raise MemoryError
+        return what
+
+
+class FillingTool:
+    """The same as a tool."""
+
+    keep = Filling.keep
+
+    def score(self) -> float:
+        return 1.0
+
+
+class Emptied(LocalHost):
+    """Has its memory again when it is replaced."""
+
+    def replace(self) -> None:
+        super().replace()
+        Filling.kept = 0
+
+
 def said(pool: EnvironmentPool, *actions: str, check: bool = False) -> tuple[list[str], bool]:
     """What an episode says, and whether it is repeatable."""
 
@@ -219,6 +256,16 @@ def test_a_call_that_hangs_has_its_process_replaced() -> None:
     assert pool.failures == {"hung": 1}
     Hanging.hangs = 2
     assert said(pool, "hang")[0][-1] == "failed: took longer than 0.2 s"
+
+
+@pytest.mark.parametrize(
+    ("kind", "action"), [("Filling", "a"), ("FillingTool", '{"name": "keep", "arguments": {"what": "a"}}')]
+)
+def test_a_process_without_memory_is_replaced(kind: str, action: str) -> None:
+    Filling.kept = 0
+    pool = pool_of("", [Emptied(HostSettings(f"{HERE}{kind}", {}, 5.0, 4))])
+    assert [said(pool, action)[0][-1] for _ in range(5)] == ["a"] * 5
+    assert pool.failures == {"raised": 2}
 
 
 def test_an_async_call_that_hangs_is_ended_and_its_process_stays() -> None:
