@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -13,6 +14,7 @@ from episode_cases import CHATML, byte_tokenizer, pool_of, saying
 from rlx.environments.agents import AgentLoop
 from rlx.environments.agents.endpoint import Endpoint
 from rlx.environments.agents.wire import RefusedRequest, messages_in
+from rlx.environments.host import Action, Beginning, EnvironmentHost, HostSettings, Reply
 from rlx.environments.pool import EnvironmentPool
 from rlx.rollout.base import Request
 from rlx.rollout.episodes.dialogue import Dialogue
@@ -121,6 +123,17 @@ class Waiting(AgentLoop):
         return 0.0
 
 
+class Hung(AgentLoop):
+    """Hangs after its first answer, on its thread or where it can be cancelled."""
+
+    goes_on = threading.Event()
+
+    def play(self, row: TaskRow, seed: int, base_url: str, api_key: str) -> Any:
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            client.chat.completions.create(model="policy", messages=[user("a")])
+        return Hung.goes_on.wait(60) if row.answer == "thread" else asyncio.Event().wait()
+
+
 def conversation(pool: EnvironmentPool, *actions: str, check: bool = False) -> tuple[list[Any], bool]:
     """What an episode says, its rewards, and whether it comes out the same once more."""
 
@@ -154,6 +167,22 @@ def test_an_agent_that_does_not_go_on_from_its_conversation_fails_and_is_told() 
     said, _ = conversation(pool, "x")
     assert "an episode is one conversation: each request repeats all messages so far" in said[1]
     assert pool.failures["raised"] == 1
+
+
+@pytest.mark.parametrize("where", ["thread", "loop"])
+def test_an_agent_that_hangs_where_nothing_ends_it_has_its_process_replaced(where: str) -> None:
+    host = EnvironmentHost(HostSettings(f"{HERE}Hung", {}, 3.0, 4))
+
+    async def stepped() -> Reply:
+        assert not (await host.start("1", Beginning(TaskRow("", where), 0))).failure
+        reply = await host.step("1", Action("b", 0))
+        Hung.goes_on.set()
+        await host.close("1")
+        return reply
+
+    Hung.goes_on.clear()
+    reply = asyncio.run(stepped())
+    assert reply.is_late and reply.is_stuck == (where == "thread")
 
 
 def test_an_agent_that_asks_nothing_is_named() -> None:

@@ -67,6 +67,10 @@ class AgentLoop:
         asked = asyncio.ensure_future(self._endpoint.asked())
         try:
             await asyncio.wait({asked, self._agent.result}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:  # it took too long; while the agent goes on, this call has not ended either
+            self._agent.cancel()
+            await asyncio.wait({self._agent.result})
+            raise
         finally:
             asked.cancel()
         if self._agent.result.done():
