@@ -16,7 +16,10 @@ from shared import KILLED_S, Script, assert_all_end
 from test_exact import KILLS, Place, finish
 
 from rlx.runs import run_folder
+from rlx.samples import reader
 from rlx.storage.addresses import open_storage
+from rlx.types import Episode
+from tests.chaos.bad_world import HEALTHY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 Start = Callable[..., Script]
@@ -81,6 +84,13 @@ def test_episodes_survive_kills_of_driver_engine_and_environments(
     assert_all_end(run, 10)
 
 
+def played(place: Place, name: str) -> list[Episode]:
+    """The episodes that a run has trained on, or left out because they failed."""
+    run = open_storage(place.address) / "runs" / name
+    kept = [each for step in reader.kept_steps(run) for each in reader.completions(reader.read(run, step))]
+    return [each.played for each in kept if each.played]
+
+
 def test_a_run_goes_on_whatever_its_environments_do(tmp_path: Path, tiny_model: Path, script: Start) -> None:
     place = Place(str(tmp_path), tmp_path, tiny_model)
     run = script("ppo.py", *place.words("bad", 1), *BAD)
@@ -88,8 +98,11 @@ def test_a_run_goes_on_whatever_its_environments_do(tmp_path: Path, tiny_model: 
     history, printed = place.history("bad"), run.output.read_text()
     assert sorted(history["reward/mean"]) == [1, 2, 3, 4]
     failed, lied = history["episode/failed_fraction"], history["episode/unrepeatable_fraction"]
-    assert 0.3 < sum(each[0] for each in failed.values()) / len(failed) < 0.9  # three of five kinds
+    assert 0.3 < sum(each[0] for each in failed.values()) / len(failed) < 0.9  # three or four of six kinds
     assert max(each[0] for each in lied.values()) > 0
+    healthy = [each for each in played(place, "bad") if each.start.text in HEALTHY]
+    assert {each.start.text for each in healthy} == set(HEALTHY)
+    assert [each for each in healthy if each.failure or not each.is_repeatable] == []
     for told in ("raised LookupError: no such thing", "took longer than 2 s", "answers the same actions differently"):
         assert printed.count(told) >= 1, told
     assert_all_end(run, 10)
