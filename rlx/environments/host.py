@@ -53,9 +53,7 @@ class Reply:
     observation: Observation | None = None
     failure: str = ""  # why there is no observation
     is_late: bool = False  # the call took longer than it may
-    is_stuck: bool = (
-        False  # its process has to be replaced: it still goes on and cannot be ended, or has no memory left
-    )
+    is_stuck: bool = False  # its process has to be replaced: the call goes on for ever, or memory has run out
     is_unknown: bool = False  # no episode has the key: the process was started anew
 
 
