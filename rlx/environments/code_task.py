@@ -25,7 +25,7 @@ class CodeTask:
         Args:
             sandbox: as reward.sandbox.
             cpu_s: seconds that one test of a program may compute.
-            cost: what is taken off the reward for each attempt after the first.
+            cost: what is taken off the reward for each attempt after the first, down to 0.
         """
         given = RewardConfig.model_validate({"sandbox": sandbox, "code_cpu_s": cpu_s})
         self._sandbox, self._limits = Sandbox.open(strict=given.sandbox == "strict"), Limits.of(given)
@@ -45,7 +45,7 @@ class CodeTask:
         failure = self._failed_pair(program) if self._tests.pairs else self._failed_assert(program)
         if failure:
             return f"{failure}\nCorrect the program and send it again.", 0.0, False
-        return "All tests pass.", 1.0 - self._cost * (self._attempts - 1), True
+        return "All tests pass.", max(0.0, 1.0 - self._cost * (self._attempts - 1)), True
 
     def _failed_pair(self, program: str) -> str:
         """What the first pair of input and output shows that a program fails; empty if there is none."""

@@ -293,6 +293,13 @@ def test_a_program_is_corrected_until_its_tests_pass() -> None:
     assert task.step("```python\ndef double(x):\n    return 2 * x\n```")[1:] == (0.75, True)
 
 
+def test_a_program_that_passes_late_has_no_reward_below_0() -> None:
+    task = CodeTask(WEAK, cost=0.6)
+    task.reset(TaskRow("Print 4.", json.dumps([{"stdin": "", "stdout": "4\n"}])), 0)
+    turns = [task.step(f"```python\nprint({number})\n```") for number in (2, 3, 4)]
+    assert turns[-1] == ("All tests pass.", 0.0, True)
+
+
 @pytest.mark.parametrize(
     ("text", "whole", "expected"),
     [
@@ -372,7 +379,7 @@ def test_a_guess_is_compared_whatever_its_size_and_a_new_game_counts_anew() -> N
     game.reset(TaskRow("", ""), 0)
     said = [game.step(text)[0] for text in ("0", "2", "-1", "9" * 5000, "-" + "9" * 5000, "is it 0 or 2")]
     assert said == ["larger", "smaller", "larger", "smaller", "larger", "smaller"]
-    assert game.step("1") == ("right", 1.0 - 6 * 0.5, True)
+    assert game.step("1") == ("right", 0.0, True)  # never below 0
     game.reset(TaskRow("", ""), 0)
     assert game.step("2, no: 1") == ("right", 1.0, True)
     assert [GuessNumber(largest).most_guesses for largest in (1, 2, 3, 4, 7, 8)] == [1, 2, 2, 3, 3, 4]

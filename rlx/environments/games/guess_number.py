@@ -21,7 +21,7 @@ class GuessNumber:
         """
         Args:
             largest: number that may be drawn.
-            cost: what is taken off the reward of 1 for each guess after the first.
+            cost: what is taken off the reward of 1 for each guess after the first, down to 0.
         """
         if largest < 1:
             raise ValueError("the largest number is at least 1")
@@ -40,7 +40,7 @@ class GuessNumber:
             return "no number", 0.0, False
         guess = int(found[-1][:20])  # Python reads no number of thousands of digits
         if guess == self._secret:
-            return "right", 1.0 - self._cost * (self._guesses - 1), True
+            return "right", max(0.0, 1.0 - self._cost * (self._guesses - 1)), True
         return "smaller" if guess > self._secret else "larger", 0.0, False
 
     @property

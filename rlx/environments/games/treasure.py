@@ -20,7 +20,7 @@ class Treasure:
         """
         Args:
             size: rooms along each side of the grid.
-            cost: what is taken off the reward of 1 for each turn beyond those that are needed.
+            cost: what is taken off the reward of 1 for each turn beyond those that are needed, down to 0.
         """
         if size < 2:
             raise ValueError("a world has at least 2 rooms along each side")
