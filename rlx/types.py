@@ -132,6 +132,15 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnLength:
+    """How long a turn of the policy is, which agents are told."""
+
+    read: int = 0  # tokens that the policy read before it
+    drawn: int = 0  # tokens of the turn
+    is_cut: bool = False  # it ended with neither a stop token nor a stop string
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """One turn of an episode: what the policy drew, and what the environment made of it."""
 

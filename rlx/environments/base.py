@@ -53,7 +53,7 @@ class DialogueEnvironment(Protocol):
         """Answers a turn of the policy, its text without special tokens.
 
         A parameter `seed`, if there is one, is given a number that follows from run, step, prompt, sample and turn; a
-        parameter `version` that of the policy's weights.
+        parameter `version` that of the policy's weights, and a parameter `length` the turn's `TurnLength`.
         """
         ...
 

@@ -14,7 +14,7 @@ import resource
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -22,7 +22,7 @@ from rlx.actors import BulkActor
 from rlx.config.errors import one_line
 from rlx.environments.base import has_steps, load_environment, messages_of
 from rlx.environments.tools import Called, ToolDialogue, finite, score_of
-from rlx.types import Observation, TaskRow
+from rlx.types import Observation, TaskRow, TurnLength
 
 _MIB = 1 << 20
 _CANCEL_S = 1.0
@@ -36,6 +36,7 @@ class Action:
     text: str
     seed: int
     version: int = 0  # of the weights that drew it
+    length: TurnLength = field(default_factory=TurnLength)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,8 @@ class EnvironmentHost(BulkActor):
         if isinstance(live, ToolDialogue):
             return await live.step(action.text)
         step = live.step
-        known, parameters = {"seed": action.seed, "version": action.version}, inspect.signature(step).parameters
+        known = {"seed": action.seed, "version": action.version, "length": action.length}
+        parameters = inspect.signature(step).parameters
         given = {name: value for name, value in known.items() if name in parameters}
         said, reward, done = await self._called(step, action.text, **given)
         final = await score_of(live, action.text, self._called) if done else 0.0

@@ -20,8 +20,9 @@ import ray
 from rlx.actors import ActorDiedError, BulkCalls, CallTimeoutError, is_dead
 from rlx.environments.host import Action, Beginning, EnvironmentHost, Host, HostLost, HostSettings, Reply
 from rlx.environments.second import SecondInstance
-from rlx.types import EnvironmentFailed, Notify, Observation, TaskRow
+from rlx.types import EnvironmentFailed, Notify, Observation, TaskRow, TurnLength
 
+_UNTOLD = TurnLength()
 _MARGIN_S = 10.0
 """a host that has not answered so long after a call's time limit does not run its event loop: it is replaced"""
 _LOOK_S = 0.2
@@ -158,13 +159,15 @@ class EnvironmentPool:
             record.second = SecondInstance(key, self.hosts[host], self._room[host], record.beginning, lost)
         return observation
 
-    async def step(self, key: str, action: str, seed: int, version: int = 0) -> Observation:
+    async def step(
+        self, key: str, action: str, seed: int, version: int = 0, length: TurnLength = _UNTOLD
+    ) -> Observation:
         """The environment's answer to a turn; `version`: that of the weights that drew it.
 
         Raises:
             EnvironmentFailed: there is none, also after retries.
         """
-        key, made = self.owner + key, Action(action, seed, version)
+        key, made = self.owner + key, Action(action, seed, version, length)
         record = self._records[key]
         observation = await self._attempted(key, record, "step", made)
         record.actions.append(made)

@@ -13,7 +13,7 @@ from episode_cases import CHATML, byte_tokenizer, pool_of, saying
 
 from rlx.environments.agents import AgentLoop
 from rlx.environments.agents.endpoint import Endpoint
-from rlx.environments.agents.wire import RefusedRequest, messages_in
+from rlx.environments.agents.wire import Answer, RefusedRequest, messages_in
 from rlx.environments.host import Action, Beginning, EnvironmentHost, HostSettings, Reply
 from rlx.environments.pool import EnvironmentPool
 from rlx.rollout.base import Request
@@ -21,7 +21,7 @@ from rlx.rollout.episodes.dialogue import Dialogue
 from rlx.rollout.episodes.episode import EpisodeLimits
 from rlx.rollout.episodes.player import Draw, Player
 from rlx.rollout.fake_engine import FakeEngines
-from rlx.types import EnvironmentFailed, Prompt, Sampling, TaskRow
+from rlx.types import EnvironmentFailed, Prompt, Sampling, TaskRow, TurnLength
 
 ROW = TaskRow("question", "answer")
 HERE = "test_agents:"
@@ -274,7 +274,7 @@ def test_a_request_that_is_repeated_gets_the_same_answer() -> None:
         await asyncio.sleep(0.2)
         first.cancel()  # the client has lost its connection, and asks again
         await asyncio.sleep(0.2)
-        endpoint.answer("b", 1)
+        endpoint.answer(Answer("b", 1))
         return messages, await second, endpoint._asked.empty()
 
     assert served(use) == ((user("a"),), "b", True)
@@ -287,11 +287,46 @@ def test_a_request_whose_answer_was_lost_gets_it_again_and_halves_of_characters_
             asked = asyncio.ensure_future(session.post("chat/completions", json={"messages": [user("\ud800")]}))
             if not said:
                 messages = await endpoint.asked()
-                endpoint.answer("b", 1)
+                endpoint.answer(Answer("b", 1))
             said.append((await (await asked).json())["choices"][0]["message"]["content"])
         return messages, said, endpoint._asked.empty()
 
     assert served(use) == ((user("?"),), ["b", "b"], True)
+
+
+@pytest.mark.parametrize(("is_cut", "reason"), [(False, "stop"), (True, "length")])
+def test_an_answer_says_how_long_it_is_and_whether_it_was_cut(is_cut: bool, reason: str) -> None:
+    async def use(endpoint: Endpoint, session: aiohttp.ClientSession) -> Any:
+        client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+        given: dict[str, Any] = {"model": "policy", "messages": [user("a")]}
+        asked = asyncio.ensure_future(client.chat.completions.create(**given))
+        await endpoint.asked()
+        endpoint.answer(Answer("b", 1, TurnLength(5, 2, is_cut)))
+        whole = await asked
+        usage = {"include_usage": True}
+        parts = [
+            each async for each in await client.chat.completions.create(**given, stream=True, stream_options=usage)
+        ]
+        ends = [each.choices[0].finish_reason for each in parts if each.choices]
+        return [whole.usage.total_tokens, parts[-1].usage.total_tokens], [whole.choices[0].finish_reason, *ends]
+
+    assert served(use) == ([7, 7], [reason, None, reason])
+
+
+def test_an_agent_may_take_off_white_space_around_an_answer() -> None:
+    async def use(endpoint: Endpoint, session: aiohttp.ClientSession) -> Any:
+        said = []
+        messages = [user("a ")]
+        for _ in range(2):
+            asked = asyncio.ensure_future(session.post("chat/completions", json={"messages": messages}))
+            said.append(await asyncio.wait_for(endpoint.asked(), 5))
+            endpoint.answer(Answer(" b\n", 1))
+            text = (await (await asked).json())["choices"][0]["message"]["content"]
+            messages += [{"role": "assistant", "content": text.strip()}, user(" c ")]
+        changed = [*messages[:1], {"role": "assistant", "content": "B"}, *messages[2:]]
+        return said, text, (await session.post("chat/completions", json={"messages": changed})).status
+
+    assert served(use) == ([(user("a "),), (user(" c "),)], " b\n", 400)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """The OpenAI-compatible address of one episode: a server on loopback that asks whoever knows its key.
 
-It has one conversation: each request repeats what was said before, to the letter, and goes on. Left out: who answers
-(loop), and sampling, which is the run's: temperature and the like in a request are not followed.
+It has one conversation: each request repeats what was said before and goes on. White space around the policy's answers
+may be missing then: the episode keeps the tokens that were drawn. Left out: who answers (loop), and
+sampling, which is the run's: temperature and the like in a request are not followed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ from functools import partial
 
 from aiohttp import web
 
-from rlx.environments.agents.wire import MODEL, RefusedRequest, error_reply, messages_in, read_body, reply, stream
+from rlx.environments.agents.wire import (
+    MODEL,
+    Answer,
+    RefusedRequest,
+    error_reply,
+    messages_in,
+    read_body,
+    reply,
+    stream,
+    stripped,
+)
 from rlx.types import Utterance
 
 _LARGEST = 16 << 20  # bytes of a request
@@ -26,9 +37,9 @@ class Endpoint:
 
     def __init__(self) -> None:
         self.api_key, self.base_url = secrets.token_urlsafe(24), ""
-        self._said: list[Utterance] = []  # in the conversation, the policy's last answer included
+        self._said: list[Utterance] = []  # `stripped`, in the conversation, the policy's last answer included
         self._asked = asyncio.Queue[tuple[Utterance, ...]]()
-        self._answer: asyncio.Future[tuple[str, int]] | None = None  # what the newest request waits for
+        self._answer: asyncio.Future[Answer] | None = None  # what the newest request waits for
         self._runner: web.AppRunner | None = None
 
     @classmethod
@@ -52,11 +63,11 @@ class Endpoint:
         """The messages that the next request adds to the conversation."""
         return await self._asked.get()
 
-    def answer(self, text: str, version: int) -> None:
-        """Answers the request that waits; `version` is that of the policy's weights."""
+    def answer(self, answer: Answer) -> None:
+        """Answers the request that waits."""
         assert self._answer is not None
-        self._said.append({"role": "assistant", "content": text})
-        self._answer.set_result((text, version))
+        self._said += stripped([{"role": "assistant", "content": answer.text}])
+        self._answer.set_result(answer)
 
     async def close(self) -> None:
         """Ends the server; a request that waits fails."""
@@ -70,19 +81,20 @@ class Endpoint:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await read_body(request)
-        text, version = await asyncio.shield(self._awaited(messages_in(body)))
-        return await stream(request, text, version) if body.get("stream") else web.json_response(reply(text, version))
+        answer = await asyncio.shield(self._awaited(messages_in(body)))
+        return await stream(request, body, answer) if body.get("stream") else web.json_response(reply(answer))
 
-    def _awaited(self, messages: Sequence[Utterance]) -> asyncio.Future[tuple[str, int]]:
+    def _awaited(self, messages: Sequence[Utterance]) -> asyncio.Future[Answer]:
         """The answer to a conversation; a client that repeats its request waits for the same one.
 
         Raises:
             RefusedRequest: it does not go on from what was said before.
         """
-        if self._answer and self._answer.done() and list(messages) == self._said[:-1]:
+        given = stripped(messages)
+        if self._answer and self._answer.done() and given == self._said[:-1]:
             return self._answer  # the answer was lost on its way
         known, is_open = len(self._said), self._answer is not None and not self._answer.done()
-        if list(messages[:known]) != self._said or (is_open and len(messages) != known):
+        if given[:known] != self._said or (is_open and len(messages) != known):
             raise RefusedRequest(
                 "an episode is one conversation: each request repeats all messages so far, the answers of the policy "
                 "included, and adds to them; one is answered before the next"
@@ -92,7 +104,7 @@ class Endpoint:
                 raise RefusedRequest("a request adds a message to the conversation")
             self._answer = asyncio.get_running_loop().create_future()
             self._asked.put_nowait(tuple(messages[known:]))
-            self._said = list(messages)
+            self._said = given
         assert self._answer is not None
         return self._answer
 

@@ -16,8 +16,9 @@ from inspect import isawaitable
 from typing import Any
 
 from rlx.environments.agents.endpoint import Endpoint
+from rlx.environments.agents.wire import Answer
 from rlx.environments.base import Answered, Said
-from rlx.types import TaskRow
+from rlx.types import TaskRow, TurnLength
 
 _END_S = 1.0  # for which an agent is waited for that was cancelled
 
@@ -52,9 +53,9 @@ class AgentLoop:
             raise ValueError(f"{type(self).__name__}.play returned before its first request")
         return said
 
-    async def step(self, action: str, version: int) -> Answered:
+    async def step(self, action: str, version: int, length: TurnLength) -> Answered:
         """Answers the agent's request; returns the messages of its next one, or its reward."""
-        self._endpoint.answer(action, version)
+        self._endpoint.answer(Answer(action, version, length))
         return await self._next()
 
     async def close(self) -> None:

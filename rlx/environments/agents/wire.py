@@ -6,15 +6,36 @@ Left out: the server, and who may ask it (endpoint).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
 
 from rlx.environments.base import sendable
-from rlx.types import Utterance
+from rlx.types import TurnLength, Utterance
 
 MODEL = "policy"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A turn of the policy as the answer to a request."""
+
+    text: str
+    version: int  # of the policy's weights
+    length: TurnLength = field(default_factory=TurnLength)
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the turn ended there."""
+        return "length" if self.length.is_cut else "stop"
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """The tokens that were read and drawn for it."""
+        read, drawn = self.length.read, self.length.drawn
+        return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
 
 
 class RefusedRequest(Exception):
@@ -67,38 +88,52 @@ def _message(given: Any) -> Utterance:
     return {"role": role, "content": sendable(content)}
 
 
+def stripped(messages: Sequence[Utterance]) -> list[Utterance]:
+    """Messages without the white space around those of the assistant, which many agents take off."""
+    return [m | {"content": m["content"].strip()} if m["role"] == "assistant" else m for m in map(dict, messages)]
+
+
 def error_reply(error: RefusedRequest) -> web.Response:
     """An error as OpenAI's clients read it."""
     content = {"error": {"message": str(error), "type": "invalid_request_error"}}
     return web.json_response(content, status=error.status)
 
 
-def reply(text: str, version: int) -> dict[str, Any]:
+def reply(answer: Answer) -> dict[str, Any]:
     """The answer in one part."""
-    choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
-    return _described("chat.completion", version) | {"choices": [choice]}
+    message = {"role": "assistant", "content": answer.text}
+    choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason}
+    return _described("chat.completion", answer) | {"choices": [choice], "usage": answer.usage}
 
 
-def _described(kind: str, version: int) -> dict[str, Any]:
+def _described(kind: str, answer: Answer) -> dict[str, Any]:
     # An agent that read the time here could not be repeated.
     return {
         "id": "episode",
         "object": kind,
         "created": 0,
         "model": MODEL,
-        "system_fingerprint": f"weights-{version}",
+        "system_fingerprint": f"weights-{answer.version}",
     }
 
 
-async def stream(request: web.Request, text: str, version: int) -> web.StreamResponse:
+async def stream(request: web.Request, body: Mapping[str, Any], answer: Answer) -> web.StreamResponse:
     """The answer as a stream of one part: it is known when it is whole."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
-    described = _described("chat.completion.chunk", version)
-    delta = {"role": "assistant", "content": text}
-    for choice in ({"delta": delta, "finish_reason": None}, {"delta": {}, "finish_reason": "stop"}):
-        part = described | {"choices": [{"index": 0} | choice]}
+    for part in _parts(body, answer):
         await response.write(f"data: {json.dumps(part)}\n\n".encode())
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
+
+
+def _parts(body: Mapping[str, Any], answer: Answer) -> list[dict[str, Any]]:
+    """The parts of a stream; a last one has the usage if the request wants it."""
+    described = _described("chat.completion.chunk", answer)
+    text = {"delta": {"role": "assistant", "content": answer.text}, "finish_reason": None}
+    end = {"delta": {}, "finish_reason": answer.finish_reason}
+    parts = [described | {"choices": [{"index": 0} | choice]} for choice in (text, end)]
+    options = body.get("stream_options")
+    wants_usage = isinstance(options, dict) and options.get("include_usage")
+    return [*parts, described | {"choices": [], "usage": answer.usage}] if wants_usage else parts

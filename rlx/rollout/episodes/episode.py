@@ -20,6 +20,7 @@ from rlx.types import (
     Prompt,
     Sampling,
     Turn,
+    TurnLength,
     Utterance,
 )
 
@@ -93,6 +94,14 @@ class OpenEpisode:
         """What the policy has said in its last turn."""
         assert self.drawn
         return self.dialogue.said(self.drawn[0].token_ids)
+
+    @property
+    def length(self) -> TurnLength:
+        """How long that turn is."""
+        assert self.drawn
+        begin = self.contexts[-1] if self.contexts else -len(self.opening)
+        output = self.drawn[0]
+        return TurnLength(len(self.token_ids) - begin, len(output.token_ids), not output.finished)
 
     @property
     def tokens_left(self) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from rlx.rollout.base import Output, PendingRollout, Request
 from rlx.rollout.episodes.dialogue import Dialogue
 from rlx.rollout.episodes.episode import EpisodeLimits, EpisodeSeeds, OpenEpisode
-from rlx.types import EnvironmentFailed, Observation, Prompt, Sampling, TaskRow
+from rlx.types import EnvironmentFailed, Observation, Prompt, Sampling, TaskRow, TurnLength
 
 
 class NoEngineError(Exception):
@@ -49,7 +49,7 @@ class Environments(Protocol):
         """
         ...
 
-    async def step(self, key: str, action: str, seed: int, version: int) -> Observation:
+    async def step(self, key: str, action: str, seed: int, version: int, length: TurnLength) -> Observation:
         """The answer to a turn that weights of this version drew; raises EnvironmentFailed."""
         ...
 
@@ -164,7 +164,7 @@ class Player:
     async def _observe(self, episode: OpenEpisode, version: int) -> None:
         action, seed = episode.action, episode.seeds.of_answer(len(episode.turns))
         try:
-            answered = await self.environments.step(episode.key, action, seed, version)
+            answered = await self.environments.step(episode.key, action, seed, version, episode.length)
             episode.add_observation(answered)
             if episode.is_over and not episode.is_done:
                 episode.final_reward = (await self.environments.finish(episode.key, action)).reward
