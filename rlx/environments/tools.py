@@ -1,7 +1,7 @@
 """Tools: what the model is told of them, the calls in what it says, and the dialogue that a set of tools makes.
 
 Three ways to write a call are read, whichever the model's chat template asks for: JSON between <tool_call> marks
-(Hermes, Qwen), JSON alone (Llama 3, Mistral), and Python (Llama 4, LFM). Left out: showing tools to the model, which
+(Qwen), JSON alone (Llama 3), and Python (LFM). Left out: showing tools to the model, which
 its chat template does.
 """
 

@@ -127,6 +127,8 @@ def test_a_turn_that_was_cut_is_ended_as_the_template_ends_turns() -> None:
         ("{% for m in messages %}{{ m.content }}{% endfor %}", True, "does not show tools"),
         ("{{ raise_exception('no roles') }}", False, "does not take turns: no roles"),
         ("{{ messages[0].content }}", False, "does not take turns: it leaves out what the assistant says"),
+        ("{% if messages[2:] %}{{ raise_exception('no call') }}{% endif %}", True, "not take a tool's answer .*: no call"),
+        ("{{ raise_exception('no roles') }}", True, "does not take turns: no roles"),
     ],
 )
 def test_a_template_that_cannot_be_used_is_refused(template: str | None, tools: bool, reason: str) -> None:
@@ -134,3 +136,11 @@ def test_a_template_that_cannot_be_used_is_refused(template: str | None, tools: 
     with pytest.raises(ConfigError, match=reason) as raised:
         Dialogue(tokenizer, schemas(Calculator) if tools else ())
     assert "\n" not in str(raised.value)
+
+
+@needs_templates
+@pytest.mark.parametrize("family", ["gptoss", "cohere"])
+def test_a_template_that_wants_more_of_a_tool_is_told_apart(family: str) -> None:
+    tokenizer = byte_tokenizer((TEMPLATES / f"{family}.jinja").read_text())
+    with pytest.raises(ConfigError, match=r"does not take a tool's answer \(role tool, name, content\)"):
+        Dialogue(tokenizer, schemas(Calculator))

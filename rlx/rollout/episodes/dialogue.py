@@ -43,12 +43,14 @@ class Dialogue:
         if not self.tokenizer.chat_template:
             raise ConfigError("environment: the model's tokenizer has no chat template, which turns need")
         opening: list[Utterance] = [{"role": "user", "content": "a"}]
+        what = "turns"
         try:
             shown = self._text(opening, ask=True)
+            what = "a tool's answer (role tool, name, content)" if self.tools else what
             self._after_policy(opening, [{"role": "tool" if self.tools else "user", "name": "b", "content": "c"}])
         except Exception as error:
             raise ConfigError(
-                f"environment: the model's chat template does not take turns: {one_line(error)}"
+                f"environment: the model's chat template does not take {what}: {one_line(error)}"
             ) from None
         name = str(self.tools[0]["function"]["name"]) if self.tools else ""
         if name not in shown:
