@@ -160,7 +160,7 @@ class Episode:
     contexts: tuple[int, ...] = ()  # indices in `token_ids` at which a context begins that does not extend the tokens
     score: float = 0.0  # sum of all rewards
     failure: str = ""  # why the environment failed; empty if it did not
-    is_repeatable: bool = True  # false: its actions were repeated, and it answered something else
+    is_repeatable: bool = True  # false: it has failed because it answered something else when actions were repeated
 
     def as_json(self) -> str:
         """The episode as text, which `of_json` reads."""
@@ -279,7 +279,7 @@ class ScoredCompletion:
 
     completion: Completion
     score: float  # weighted sum of the scores of all reward functions
-    is_correct: bool  # whether the answer is correct
+    is_correct: bool  # whether the answer is correct; not where the environment has failed
     scores_by_function: dict[str, float]  # the unweighted score of each reward function
     greedy_score: float = 0.0  # score of the prompt's greedy completion, where the advantage estimator needs it
     text: str = ""  # of the completion without special tokens, as reward functions see it

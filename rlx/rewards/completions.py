@@ -54,7 +54,9 @@ class CompletionScorer:
         )
         rows = zip(*scores.by_function.values(), strict=True)
         by_function = [dict(zip(scores.by_function, row, strict=True)) for row in rows]
-        columns = zip(completions, scores.total, scores.is_correct, by_function, strict=True)
+        pairs = zip(scores.is_correct, completions, strict=True)
+        correct = [is_correct and not each.has_failed for is_correct, each in pairs]
+        columns = zip(completions, scores.total, correct, by_function, strict=True)
         said = zip(texts, answers, strict=True)
         return [
             ScoredCompletion(*row, text=text, answer=answer) for row, (text, answer) in zip(columns, said, strict=True)

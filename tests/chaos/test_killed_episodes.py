@@ -98,7 +98,7 @@ def test_a_run_goes_on_whatever_its_environments_do(tmp_path: Path, tiny_model: 
     history, printed = place.history("bad"), run.output.read_text()
     assert sorted(history["reward/mean"]) == [1, 2, 3, 4]
     failed, lied = history["episode/failed_fraction"], history["episode/unrepeatable_fraction"]
-    assert 0.3 < sum(each[0] for each in failed.values()) / len(failed) < 0.9  # three or four of six kinds
+    assert 0.4 < sum(each[0] for each in failed.values()) / len(failed) < 0.9  # four of six kinds
     assert max(each[0] for each in lied.values()) > 0
     healthy = [each for each in played(place, "bad") if each.start.text in HEALTHY]
     assert {each.start.text for each in healthy} == set(HEALTHY)

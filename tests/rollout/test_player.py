@@ -151,6 +151,30 @@ def test_the_seconds_of_a_rollout_are_the_mean_over_its_episodes() -> None:
     assert len(pending.completions) == 4
 
 
+class Lying:
+    """Says something else to each instance."""
+
+    instances = 0
+
+    def reset(self, row: TaskRow, seed: int) -> str:
+        Lying.instances += 1
+        return "go"
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        return f"on {Lying.instances}", 1.0, True
+
+
+def test_an_episode_that_comes_out_differently_has_failed() -> None:
+    for share in (0.0, 1.0):
+        player = player_of(Engines().draw, pool_of("test_player:Lying"), checked_share=share)
+        pending = player.begin(PROMPTS[:1], [SAMPLING], 3)
+        player.finish(pending)
+        player.loop.close()
+        (done,) = pending.groups[0] or ()
+        assert done.episode and done.episode.is_repeatable is not done.has_failed is (share == 1.0)
+        assert ("answers differently" in done.episode.failure) is (share == 1.0)
+
+
 def test_a_refused_turn_ends_the_rollout_with_its_error() -> None:
     async def draw(request: Request, engine: int | None) -> Drawn:
         raise PromptRefusedError("engine 0 refused a prompt: too long")

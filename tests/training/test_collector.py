@@ -159,6 +159,13 @@ def test_tokens_of_the_environment_come_near_the_limit_too() -> None:
     assert [each.score for each in apply_length_penalty(scored, algorithm, 10)] == [0.5, 0.5]
 
 
+def test_an_answer_is_not_right_where_the_environment_has_failed() -> None:
+    whole = Episode(Observation(), (Turn(0, 1, 0, Observation()),), (), 1.0)
+    told = [replace(whole, failure=failure) for failure in ("", "it answers differently")]
+    scored = scorer()([replace(completion(1), episode=each) for each in told])
+    assert [(each.is_correct, each.completion.has_failed) for each in scored] == [(True, False), (False, True)]
+
+
 class Engines:
     """Keeps the calls."""
 

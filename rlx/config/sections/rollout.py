@@ -140,7 +140,8 @@ class EnvironmentConfig(Section):
     """how often an episode is repeated on a fresh instance because a call failed; then it ends there, and the losses
     leave it out"""
     repeat: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """share of the episodes that a second instance has as well, to see whether the environment is deterministic"""
+    """share of the episodes that a second instance has as well, to see whether the environment is deterministic; the
+    losses leave out an episode that comes out differently"""
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -153,6 +153,8 @@ class Player:
             return
         check = not episode.failure and episode.seeds.is_among(self.checked_share)
         episode.is_repeatable = await self.environments.close(episode.key, check)
+        if not episode.is_repeatable:
+            episode.failure = "it answers differently when its actions are repeated"
 
     async def _start(self, episode: OpenEpisode) -> None:
         seeds, check = episode.seeds, episode.seeds.is_among(self.checked_share)
