@@ -91,7 +91,7 @@ METRICS = {
     "episode/failed_fraction": "fraction of the episodes whose environment raised, hung, died or contradicted itself",
     "episode/unrepeatable_fraction": "fraction that came out differently when they were repeated (environment.repeat)",
     "tokens/policy_per_episode": "mean tokens of an episode that the policy drew",
-    "tokens/environment_per_episode": "mean tokens of an episode that are the environment's, after its first messages",
+    "tokens/environment_per_episode": "mean tokens of an episode not drawn by the policy, with all that is read again",
     "time/environment": "mean seconds that an episode waited for its environment's answers",
     "response/length_mean": "mean length of the responses of the step in tokens, those of an environment left out",
     "response/length_min": "length of the shortest response of the step in tokens",

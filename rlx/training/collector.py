@@ -228,7 +228,7 @@ def apply_length_penalty(
 ) -> list[ScoredCompletion]:
     """The same with the soft overlong penalty and the penalty for truncated responses subtracted from each score.
 
-    The environment's tokens count as well: `max_tokens` is a limit of both.
+    The environment's tokens count as well, and those that a new context reads again: `max_tokens` limits them all.
     """
     lengths = torch.tensor([len(each.completion.token_ids) for each in scored])
     buffer, penalty = algorithm.overlong_tokens(max_tokens), algorithm.overlong_penalty

@@ -127,7 +127,11 @@ def test_a_turn_that_was_cut_is_ended_as_the_template_ends_turns() -> None:
         ("{% for m in messages %}{{ m.content }}{% endfor %}", True, "does not show tools"),
         ("{{ raise_exception('no roles') }}", False, "does not take turns: no roles"),
         ("{{ messages[0].content }}", False, "does not take turns: it leaves out what the assistant says"),
-        ("{% if messages[2:] %}{{ raise_exception('no call') }}{% endif %}", True, "not take a tool's answer .*: no call"),
+        (
+            "{% if messages[2:] %}{{ raise_exception('no call') }}{% endif %}",
+            True,
+            "not take a tool's answer .*: no call",
+        ),
         ("{{ raise_exception('no roles') }}", True, "does not take turns: no roles"),
     ],
 )

@@ -64,7 +64,8 @@ class RolloutConfig(ScheduledSection):
     """steps between those in which engines report log-probabilities for mismatch/* alone, which takes up to a third of
     a decode step; every step where training needs them (rollout_correction, old_logprobs rollout, max_staleness)"""
     max_tokens: PositiveInt = 1024
-    """longest response in tokens; unset: 1024, or what data.max_prompt_tokens leaves of a shorter context"""
+    """longest response in tokens; unset: 1024, or what data.max_prompt_tokens leaves of a shorter context; of an
+    episode all tokens after its prompt, see environment.max_turns"""
     max_staleness: NonNegativeInt = 0
     """number of steps that generation runs ahead of training, and so the largest age of its weights in steps; 0:
     strictly on-policy"""
@@ -114,7 +115,7 @@ class EnvironmentConfig(Section):
     """arguments of that class"""
     max_turns: PositiveInt = 8
     """turns of the policy in an episode, at most; rollout.max_tokens has all tokens of an episode after its prompt,
-    those of the environment too"""
+    those of the environment too, and all that a new context reads again"""
     turn_tokens: PositiveInt | None = None
     """longest turn of the policy in tokens; unset: what is left of rollout.max_tokens"""
     rewards: Literal["end", "turn"] = "end"
@@ -122,7 +123,8 @@ class EnvironmentConfig(Section):
     reinforce++ tell apart"""
     history: Literal["template", "extend"] = "template"
     """where the chat template changes earlier turns of a conversation, e.g. takes thoughts out. template: the policy
-    reads the changed conversation from there on, in a new context; extend: it reads on from what it has drawn"""
+    reads the changed conversation from there on, in a new context, which uses up rollout.max_tokens as a whole; extend:
+    it reads on from what it has drawn"""
     num_actors: PositiveInt = 1
     """number of processes that environments run in, which all workers share"""
     resources_per_actor: Resources = Field(default_factory=lambda: {"CPU": 0.25})

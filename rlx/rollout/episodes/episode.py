@@ -70,7 +70,7 @@ class OpenEpisode:
 
     key: str  # names it among those of a rank
     seeds: EpisodeSeeds
-    sampling: Sampling  # `max_tokens`: of all turns together, the environment's tokens included
+    sampling: Sampling  # `max_tokens`: of all contexts together, the environment's tokens included
     limits: EpisodeLimits
     dialogue: Dialogue
     start: Observation | None = None  # None: the environment has not begun
