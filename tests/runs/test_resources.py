@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from rlx.cluster import connection, resources
 from rlx.cluster.placement import Bundle, Node
@@ -374,6 +375,7 @@ def test_a_cluster_that_starts_too_slowly_is_one_line_that_says_what_to_try(monk
         raise Exception("The current node timed out during startup. This could happen\nbecause of the GCS.")
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # other tests of this process have a cluster
     monkeypatch.setattr(connection, "start_cluster", start)
     monkeypatch.setattr(connection, "quiet_environment", lambda: None)
     config = from_tree({})
