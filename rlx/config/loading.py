@@ -53,6 +53,8 @@ def from_tree(tree: dict[str, Any], origin: str = "config") -> RunConfig:
 
 def steps_differ_in(tree: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
     """The settings by which steps of two config trees differ in what they compute."""
+    if tree == other:  # as those of most checkpoints are, which need not be read then
+        return set()
     values, others = flatten(from_tree(dict(tree))), flatten(from_tree(dict(other)))
     return {key for key, value in values.items() if value != others[key] and not key.startswith(_MOVING)}
 

@@ -85,9 +85,8 @@ class RecordedRun:
         resume went on from the first.
         """
         earlier, later = self.before(step), self.after(step)
-        if not (earlier and later) or self._has_all_since(earlier):
-            return []
-        return sorted(steps_differ_in(_config_of(earlier), _config_of(later)))
+        changed = steps_differ_in(_config_of(earlier), _config_of(later)) if earlier and later else set[str]()
+        return [] if not (earlier and changed) or self._has_all_since(earlier) else sorted(changed)
 
     def _has_all_since(self, checkpoint: CheckpointEntry) -> bool:
         """Whether no checkpoint after this one was deleted, as none is of the newest that a run keeps."""
