@@ -28,10 +28,11 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: bool = False) -> nn.Module:
     """Shards a model in place over the devices of a mesh, one shard per rank, and returns it.
 
-    Weights become float32, unit by unit as they are cut: no rank holds all of a model that was loaded in bfloat16 in
-    float32. Forward and backward run in `dtype`, gradients are reduced in float32. Weights are gathered unit by unit. A
-    unit is one decoder layer of a large model, or several of a small one, because the Python code that
-    gathers a small layer takes longer than its computation on the GPU. All other weights are one more unit.
+    Trained weights become float32, frozen ones `dtype`, unit by unit as they are cut: no rank holds all of a model that
+    was loaded in bfloat16 in float32. Forward and backward run in `dtype`, gradients are reduced in float32. Weights
+    are gathered unit by unit. A unit is one decoder layer of a large model, or several of a small one, because the
+    Python code that gathers a small layer takes longer than its computation on the GPU. All other weights are one more
+    unit.
 
     Args:
         offload: shards, gradients and therefore the optimizer stay in host memory; the weights of a unit are copied to
@@ -41,16 +42,17 @@ def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, offload: bool 
     offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     _move_buffers(model, mesh.device_type)
     for unit in (*_units(decoder_layers(model)), [model]):
-        _move_weights(unit, mesh.device_type)
+        _move_weights(unit, mesh.device_type, dtype)
         fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload_policy)
     return model
 
 
-def _move_weights(unit: Sequence[nn.Module], device: str) -> None:
-    """Moves the weights of a unit that are not cut yet, in float32; those that are cut are there already."""
+def _move_weights(unit: Sequence[nn.Module], device: str, dtype: torch.dtype) -> None:
+    """Moves the weights of a unit that are not cut yet, see `shard`; those that are cut are there already."""
     for weight in itertools.chain.from_iterable(module.parameters() for module in unit):
         if not isinstance(weight, DTensor):
-            weight.data = weight.data.to(device, torch.float32)
+            # FSDP would cast them at each gather, to the same bits: only what an optimizer changes needs more of them.
+            weight.data = weight.data.to(device, torch.float32 if weight.requires_grad else dtype)
 
 
 def _move_buffers(model: nn.Module, device: str) -> None:

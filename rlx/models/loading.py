@@ -1,7 +1,7 @@
 """Loads policy, critic and reference from a Hugging Face folder, and prepares them for training.
 
-Left out: sharding (fsdp, tensor_parallel), which makes weights float32, and which models a run needs (training). The
-functions here change a model before it is sharded.
+Left out: sharding (fsdp, tensor_parallel), which gives weights their precision, and which models a run needs
+(training). The functions here change a model before it is sharded.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def _name_in_file(name: str) -> str:
 
 
 def _merged(base: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """W + scale * B A, `[out, in]`, from W `[out, in]`, A `[rank, in]` and B `[out, rank]`."""
+    """W + scale * B A, `[out, in]` float32, from W `[out, in]` of any precision, A `[rank, in]` and B `[out, rank]`."""
     return base + scale * (up @ down)
 
 

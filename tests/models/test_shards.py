@@ -31,8 +31,8 @@ def cut(rank: int, ranks: int, path: str) -> tuple[dict[str, Tensor], list[int]]
     whole: list[int] = []
     move, fsdp.UNIT = fsdp._move_weights, 1  # each layer is a unit
 
-    def counted(unit: Any, device: str) -> None:
-        move(unit, device)
+    def counted(unit: Any, device: str, dtype: torch.dtype) -> None:
+        move(unit, device, dtype)
         whole.append(float32_numbers(models[-1]))
 
     models: list[nn.Module] = []

@@ -47,8 +47,8 @@ class ModelConfig(Section):
     """weights that engines receive. merged: full weights with the adapters merged in; adapter: only the adapters, which
     sends less and generates slower"""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """precision of forward passes and generation; the trained weights are always stored in float32; unset: bfloat16
-    with scaling.use_gpu, otherwise float32"""
+    """precision of forward passes, generation and frozen weights (of a reference, beside adapters); trained weights are
+    always stored in float32; unset: bfloat16 with scaling.use_gpu, otherwise float32"""
     offload: tuple[Literal["critic", "reference"], ...] = ()
     """models that stay in host memory and move to the GPU layer by layer when they run: less GPU memory, slower; the
     optimizer of an offloaded critic runs on the CPU"""

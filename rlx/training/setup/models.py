@@ -71,6 +71,11 @@ class _Loader:
         """As saved: weights become float32 when FSDP cuts them, but adapters and tensor parallelism need it before."""
         return torch.float32 if self.config.model.lora_rank or self.config.parallel.tp > 1 else "auto"
 
+    @property
+    def frozen_dtype(self) -> loading.Precision:
+        """Of a reference, as saved: FSDP casts what it cuts, but not what tensor parallelism has cut before."""
+        return getattr(torch, self.config.model.dtype) if self.config.parallel.tp > 1 else "auto"
+
     def policy(self, device_type: str) -> Policy:
         """The policy, with a value head if that is the critic, and with adapters."""
         config, model = self.config, self.config.model
@@ -106,13 +111,13 @@ class _Loader:
         start, setting = str(self.config.model.reference_path), "model.reference_path"
         self._check_tokens(start, setting)
         trust = self.config.model.trust_remote_code
-        return loading.load_reference(start, trust_remote_code=trust, dtype=self.dtype, setting=setting)
+        return loading.load_reference(start, trust_remote_code=trust, dtype=self.frozen_dtype, setting=setting)
 
     def copy(self) -> Policy:
         """The policy once more, frozen."""
         model = self.config.model
         adapters, trust = adapters_of(model, self.config.seed), model.trust_remote_code
-        return loading.load_reference(self.path, adapters=adapters, trust_remote_code=trust, dtype=self.dtype)
+        return loading.load_reference(self.path, adapters=adapters, trust_remote_code=trust, dtype=self.frozen_dtype)
 
     def can_pack(self, parts: Mapping[str, Any]) -> bool:
         """Whether the models take packed rows; raises ConfigError if one does not that has to."""
