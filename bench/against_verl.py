@@ -15,6 +15,7 @@ model runner as vLLM chooses. Left out: models that end a response by themselves
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -259,16 +260,35 @@ def files(place: Path, path: str, prompts: alike.Prompts) -> dict[str, Path]:
 
 
 def model_folder(folder: Path, path: str, tokenizer: Any) -> Path:
-    """The same model, with its tokenizer, which gets a chat template that leaves a prompt as it is, and two tokens that
-    veRL looks up for every Qwen2 and that no prompt has."""
+    """The same model and its tokenizer, which gets a chat template that leaves a prompt as it is, two tokens that veRL
+    looks up for every Qwen2 and that no prompt has, and what `filled` adds."""
+    from transformers import AutoConfig
+
     missing = [text for text in ("<|im_end|>", "\n") if len(tokenizer.encode(text, add_special_tokens=False)) != 1]
     tokenizer.add_tokens(missing, special_tokens=True)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer.json"
+    file.write_text(filled(file.read_text(), tokenizer.get_vocab(), AutoConfig.from_pretrained(path).vocab_size))
     for each in Path(path).iterdir():
         if not (folder / each.name).exists():
             (folder / each.name).symlink_to(each.resolve())
     return folder
+
+
+def filled(tokenizer: str, known: Mapping[str, int], size: int) -> str:
+    """A tokenizer's JSON with as many tokens as the model has outputs.
+
+    veRL's engine draws none that the tokenizer lacks: its log-probabilities would be of few tokens, its trainer's of all.
+
+    Args:
+        known: all of its tokens, with their ids.
+        size: how many outputs the model has.
+    """
+    content, ids = json.loads(tokenizer), set(known.values())
+    # Those that were added stand there as well, since they would get other ids otherwise.
+    content["model"]["vocab"] = dict(known) | {f"<{i}>": i for i in range(size) if i not in ids}
+    return json.dumps(content)
 
 
 if __name__ == "__main__":

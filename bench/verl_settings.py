@@ -33,7 +33,6 @@ FIXED: dict[str, Any] = {
     "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
     "actor_rollout_ref.rollout.max_num_batched_tokens": 16_384,
     "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": True,
-    # It forbids tokens that the tokenizer does not have; among the few left the end would come often.
     "actor_rollout_ref.rollout.ignore_eos": True,
     "data.shuffle": False,
     "data.dataloader_num_workers": 0,

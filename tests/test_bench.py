@@ -24,7 +24,7 @@ import torch
 import update
 import verl_settings
 import workload
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rlx.cluster.resources import plan_resources
 from rlx.config.errors import ConfigError
@@ -241,6 +241,19 @@ def test_critics_of_verl_are_computed_as_its_policies_but_for_their_heads() -> N
     assert given["+critic.model.override_config.attn_implementation"] == "verl_varlen"
     assert given["actor_rollout_ref.model.fused_kernel_options.impl_backend"] == "triton"
     assert given["critic.model.use_liger"] and "critic.model.fused_kernel_options.impl_backend" not in given
+
+
+def test_verls_tokenizer_has_a_token_for_each_output_of_the_model(tmp_path: Path) -> None:
+    """veRL's engine draws only tokens that the tokenizer has; its trainer scores them among all outputs."""
+    shape = LlamaConfig(vocab_size=5000, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    tiny.build_tokenizer().save_pretrained(tmp_path / "model")
+    shape.save_pretrained(tmp_path / "model")
+    known = AutoTokenizer.from_pretrained(tmp_path / "model")
+    folder = against_verl.model_folder(tmp_path / "verl", str(tmp_path / "model"), known)
+    given = AutoTokenizer.from_pretrained(folder)
+    assert len(known) < 200 and len(given) == 5000
+    assert known.get_vocab().items() <= given.get_vocab().items()
+    assert given.encode("What is 12 + 3?") == known.encode("What is 12 + 3?")
 
 
 def test_rlx_is_compared_with_verls_fastest_way() -> None:
