@@ -279,7 +279,7 @@ def model_folder(folder: Path, path: str, tokenizer: Any) -> Path:
 def filled(tokenizer: str, known: Mapping[str, int], size: int) -> str:
     """A tokenizer's JSON with as many tokens as the model has outputs.
 
-    veRL's engine draws none that the tokenizer lacks: its log-probabilities would be of few tokens, its trainer's of all.
+    veRL's engine draws none that the tokenizer lacks: it would normalise over few tokens, its trainer over all.
 
     Args:
         known: all of its tokens, with their ids.
