@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,8 +41,17 @@ class WeightSyncError(RuntimeError):
     """Weights did not reach an engine, arrived changed, or an engine holds another version than expected."""
 
 
+FailureKind = Literal["hung", "raised", "died", "unrepeatable"]
+"""how an environment failed: a call took too long; it raised, or said what cannot be used; its process ended or did not
+answer; it answered something else when actions were repeated"""
+
+
 class EnvironmentFailed(RuntimeError):
-    """An environment raised, hung, died or contradicted itself, also when it was asked again; the text says which."""
+    """An environment failed, also when it was asked again; the text says why."""
+
+    def __init__(self, failure: str, kind: FailureKind = "raised") -> None:
+        super().__init__(failure)
+        self.kind = kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +128,7 @@ class Observation:
     calls: int = 0  # of tools, in this turn
     call_errors: int = 0  # of these calls: malformed, of no tool, or the tool raised
     seconds: float = field(default=0.0, compare=False)  # that the environment took
+    retries: int = field(default=0, compare=False)  # calls that failed before this answer came
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Observation:
@@ -160,7 +170,7 @@ class Episode:
     contexts: tuple[int, ...] = ()  # indices in `token_ids` at which a context begins that does not extend the tokens
     score: float = 0.0  # sum of all rewards
     failure: str = ""  # why the environment failed; empty if it did not
-    is_repeatable: bool = True  # false: it has failed because it answered something else when actions were repeated
+    kind: FailureKind | None = field(default=None, compare=False)  # of the failure; files of older versions lack it
 
     def as_json(self) -> str:
         """The episode as text, which `of_json` reads."""
@@ -171,6 +181,8 @@ class Episode:
         """Reads an episode; raises ValueError, TypeError or KeyError if the text is none."""
         given = json.loads(text)
         turns = [Turn(**turn | {"observation": Observation.of(turn["observation"])}) for turn in given["turns"]]
+        if not given.pop("is_repeatable", True):  # so files of older versions say it
+            given["kind"] = "unrepeatable"
         own = {"start": Observation.of(given["start"]), "turns": tuple(turns), "contexts": tuple(given["contexts"])}
         return cls(**given | own)
 
@@ -178,6 +190,11 @@ class Episode:
     def seconds(self) -> float:
         """Seconds that the environment took."""
         return self.start.seconds + sum(turn.observation.seconds for turn in self.turns)
+
+    @property
+    def retries(self) -> int:
+        """Calls of the environment that failed and were answered when they were made again."""
+        return self.start.retries + sum(turn.observation.retries for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import ray
 from rlx.actors import ActorDiedError, BulkCalls, CallTimeoutError, is_dead
 from rlx.environments.host import Action, Beginning, EnvironmentHost, Host, HostLost, HostSettings, Reply
 from rlx.environments.second import SecondInstance
-from rlx.types import EnvironmentFailed, Notify, Observation, TaskRow, TurnLength
+from rlx.types import EnvironmentFailed, FailureKind, Notify, Observation, TaskRow, TurnLength
 
 _UNTOLD = TurnLength()
 _MARGIN_S = 10.0
@@ -94,14 +94,14 @@ class ActorHost:
         return False
 
 
-class FailureCounts(Counter[str]):
+class FailureCounts(Counter[FailureKind]):
     """Calls that failed, by kind; the first of each kind is told."""
 
     def __init__(self, notify: Notify) -> None:
         super().__init__()
         self._notify = notify
 
-    def add(self, kind: str, reason: str) -> None:
+    def add(self, kind: FailureKind, reason: str) -> None:
         """Counts one."""
         self[kind] += 1
         if self[kind] == 1:
@@ -233,7 +233,7 @@ class EnvironmentPool:
 
         A call that is lost with a process that another episode has had replaced is repeated beyond that.
         """
-        failure, left = "its process does not start", self.retries + 1
+        failed, left = EnvironmentFailed("its process does not start", "died"), self.retries + 1
         for _ in range(left + _MOST_SPARED):
             async with self._room[record.host]:
                 if not await self.hosts[record.host].is_up():
@@ -244,15 +244,15 @@ class EnvironmentPool:
                     if reply.observation is not None:
                         record.life, record.is_whole = life, True
                         record.observations.append(reply.observation)
-                        return reply.observation
-                    failure = self._noted(record, life, reply)
+                        return replace(reply.observation, retries=self.retries + 1 - left)
+                    failed = self._noted(record, life, reply)
                     left -= 1
                 except HostLost as lost:
-                    failure = str(lost)
-                    left -= self._replace(record.host, life, failure)
+                    failed = EnvironmentFailed(str(lost), "died")
+                    left -= self._replace(record.host, life, str(lost))
             if not left:
                 break
-        raise EnvironmentFailed(failure)
+        raise failed
 
     async def _attempt(self, key: str, record: _Record, method: str, *args: Any) -> Reply:
         """Makes a call, on an instance that has had all actions before it.
@@ -269,7 +269,7 @@ class EnvironmentPool:
             if failed:
                 return replace(failed, failure=f"{failed.failure}, when its actions were repeated")
             if not same:
-                raise EnvironmentFailed("it answers differently when its actions are repeated")
+                raise EnvironmentFailed("it answers differently when its actions are repeated", "unrepeatable")
             record.life, record.is_whole = life, True
         reply: Reply = await self.hosts[record.host].call(method, key, *args)
         if not reply.is_unknown:
@@ -277,13 +277,14 @@ class EnvironmentPool:
         record.is_whole = False
         return await self._attempt(key, record, method, *args)
 
-    def _noted(self, record: _Record, life: int, reply: Reply) -> str:
+    def _noted(self, record: _Record, life: int, reply: Reply) -> EnvironmentFailed:
         """Counts a call that failed; a host that cannot go on after it is replaced."""
+        failed = EnvironmentFailed(reply.failure, "hung" if reply.is_late else "raised")
         record.is_whole = False
-        self.failures.add("hung" if reply.is_late else "raised", reply.failure)
+        self.failures.add(failed.kind, reply.failure)
         if reply.is_stuck:
             self._replace(record.host, life, "")
-        return reply.failure
+        return failed
 
     async def _replayed(
         self, key: str, record: _Record, replies: Sequence[Reply] | None = None

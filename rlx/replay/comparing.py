@@ -7,8 +7,7 @@ Values are equal if they are the same to the last bit; a gap may be allowed, for
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import pyarrow as pa
@@ -24,8 +23,7 @@ from rlx.storage import checkpoint_catalog
 from rlx.storage.checkpoint_manifest import FileRecord
 from rlx.storage.filesystem import Storage, StorageError
 from rlx.tracking.metrics import MEASURED
-
-_SECONDS = re.compile(r'"seconds": [^,}]+')  # in an episode as JSON
+from rlx.types import Episode
 
 
 @dataclass(frozen=True)
@@ -167,14 +165,23 @@ def step_completions(run: Storage, step: int) -> pa.Table | None:
     return None if kept is None or kept.missing else reader.read(run, kept)
 
 
-def _values(table: pa.Table, name: str) -> list[str] | None:
+def _values(table: pa.Table, name: str) -> Sequence[Episode | str] | None:
     """The values of a column as texts, by which nan is equal to itself and no bit is lost.
 
-    How long an environment took is left out.
+    Episodes are equal however long their environments took, and however often a call was made again.
     """
     if name not in table.column_names:
         return None
-    return [_SECONDS.sub("", repr(value)) if name == "episode" else repr(value) for value in table[name].to_pylist()]
+    values = table[name].to_pylist()
+    return list(map(_episode, values)) if name == "episode" else list(map(repr, values))
+
+
+def _episode(text: str | None) -> Episode | str:
+    """What an episode's JSON says; of other texts, and of no episode, the text."""
+    try:
+        return Episode.of_json(text or "")
+    except (ValueError, TypeError, KeyError):
+        return repr(text)
 
 
 def same_weights(run: RecordedRun, again: Storage, step: int) -> bool | None:

@@ -103,7 +103,6 @@ def _episode(row: KeptCompletion) -> dict[str, Any] | None:
         "errors": sum(each.call_errors for each in observations),
         "seconds": _short(played.seconds),
         "failure": played.failure,
-        "repeatable": played.is_repeatable,
         "rewards": [_short(each.reward) for each in observations],
         "last": observations[-1].text,
     }

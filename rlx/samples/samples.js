@@ -144,7 +144,6 @@ function factsOf(row) {
     if (row.episode.calls) add("tool calls", `${row.episode.calls}${row.episode.errors ? ` (${row.episode.errors} failed)` : ""}`);
     add("environment", `${numberText(row.episode.seconds)} s`);
     if (row.episode.failure) line.append(element("span", "wrong", `environment: ${row.episode.failure}`));
-    if (!row.episode.repeatable) line.append(element("span", "wrong", "came out differently when repeated"));
   }
   if (row.staleness) add("weights older by", `${row.staleness} steps`);
   if (row.leftOut) line.append(element("span", "", "not trained on"));

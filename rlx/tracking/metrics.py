@@ -88,8 +88,12 @@ METRICS = {
     "episode/tool_calls": "mean calls of tools in an episode",
     "episode/tool_use_fraction": "fraction of the episodes in which a tool was called",
     "episode/tool_errors": "mean calls of tools in an episode that were malformed, or failed",
-    "episode/failed_fraction": "fraction of the episodes whose environment raised, hung, died or contradicted itself",
-    "episode/unrepeatable_fraction": "fraction that came out differently when they were repeated (environment.repeat)",
+    "episode/failed_fraction": "fraction of the episodes whose environment failed: the sum of the next four",
+    "episode/hung_fraction": "fraction that ended because a call took longer than environment.timeout_s",
+    "episode/raised_fraction": "fraction that ended because the environment raised, or said what cannot be used",
+    "episode/died_fraction": "fraction that ended because the environment's process ended or did not answer",
+    "episode/unrepeatable_fraction": "fraction that came out differently when repeated: environment.repeat, or a retry",
+    "episode/retries": "mean calls in an episode that failed and were answered when made again (environment.retries)",
     "tokens/policy_per_episode": "mean tokens of an episode that the policy drew",
     "tokens/environment_per_episode": "mean tokens of an episode not drawn by the policy, with all that is read again",
     "time/environment": "mean seconds that an episode waited for its environment's answers",
@@ -120,7 +124,7 @@ METRICS = {
 }
 
 
-MEASURED = ("time/", "memory/", "system/", "tokens/rollout_per_s", "tokens/update_per_s", "best/")
+MEASURED = ("time/", "memory/", "system/", "tokens/rollout_per_s", "tokens/update_per_s", "best/", "episode/retries")
 """what the names of metrics begin with that differ between any two runs, or that a run ends with; all others are equal
 to the last bit in runs of the same settings on CPUs"""
 _OF_SET = re.compile(r"eval/[^/]+/(?:(avg|pass|maj)_at_\d+|(reward|length|failed_fraction))(_se)?")

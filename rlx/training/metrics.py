@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from rlx.training.rollout_queue import reports_logprobs
 from rlx.training.stats import LossStats, Sums, UpdateStats
 from rlx.training.trainer import Trainer
 from rlx.training.update import rollout_correction
-from rlx.types import ScoredCompletion
+from rlx.types import FailureKind, ScoredCompletion
 
 T = TypeVar("T")
 
@@ -223,7 +223,11 @@ def _of_episodes(selection: Selection) -> Updates:
         "episode/tool_use_fraction": (Mean, [count > 0 for count in calls]),
         "episode/tool_errors": (Mean, [errors / len(episodes)] * len(episodes)),
         "episode/failed_fraction": (Mean, [bool(episode.failure) for episode in episodes]),
-        "episode/unrepeatable_fraction": (Mean, [not episode.is_repeatable for episode in episodes]),
+        **{
+            f"episode/{kind}_fraction": (Mean, [each.kind == kind for each in episodes])
+            for kind in get_args(FailureKind)
+        },
+        "episode/retries": (Mean, [episode.retries for episode in episodes]),
         "tokens/policy_per_episode": (Mean, [each.num_drawn for each in completions]),
         "tokens/environment_per_episode": (Mean, [len(each.token_ids) - each.num_drawn for each in completions]),
         "time/environment": (Mean, [episode.seconds for episode in episodes]),

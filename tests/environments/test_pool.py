@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from datetime import date
 from typing import Any
 
@@ -256,6 +257,44 @@ def test_a_call_that_hangs_has_its_process_replaced() -> None:
     assert pool.failures == {"hung": 1}
     Hanging.hangs = 2
     assert said(pool, "hang")[0][-1] == "failed: took longer than 0.2 s"
+
+
+def retries(pool: EnvironmentPool, *actions: str) -> list[int]:
+    """How many calls failed before each answer of an episode: its beginning, each action, and the score at the end."""
+
+    async def played() -> list[int]:
+        found = [await pool.start("1", ROW, 7)]
+        try:
+            found += [await pool.step("1", action, number) for number, action in enumerate(actions)]
+            found.append(await pool.finish("1", actions[-1]))
+        finally:
+            await pool.close("1")
+        return [each.retries for each in found]
+
+    return asyncio.run(played())
+
+
+def test_an_answer_has_the_number_of_calls_that_failed_before_it() -> None:
+    Raising.made, Hanging.hangs = 0, 1
+    assert retries(pool_of(f"{HERE}Raising"), "a", "once") == [0, 0, 1, 0]
+    assert retries(pool_of(f"{HERE}Hanging", timeout_s=0.2), "hang", "b") == [0, 1, 0, 0]
+    dying = Dying(HostSettings(f"{HERE}Echo", {}, 5.0, 2), {1, 2})
+    assert retries(pool_of("", [dying], retries=2), "a", "b") == [0, 2, 0, 0]
+
+
+def test_a_failure_has_its_kind() -> None:
+    def kind(pool: EnvironmentPool, *actions: str) -> str:
+        with pytest.raises(EnvironmentFailed) as caught:
+            retries(pool, *actions)
+        return caught.value.kind
+
+    Hanging.hangs = 1
+    settings = HostSettings(f"{HERE}Echo", {}, 5.0, 2)
+    assert kind(pool_of(f"{HERE}Hanging", timeout_s=0.2, retries=0), "hang") == "hung"
+    assert kind(pool_of(f"{HERE}Raising"), "raise") == "raised"
+    assert kind(pool_of(f"{HERE}Wrong"), "text") == "raised"
+    assert kind(pool_of("", [Dying(settings, {1, 2})]), "a") == "died"
+    assert kind(pool_of("", [Dying(replace(settings, name=f"{HERE}Lying"), {2})]), "a", "b") == "unrepeatable"
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 from replay_cases import evaluated, keep, run_of, with_score
+from sample_cases import step
 
 from rlx.config.errors import ConfigError
 from rlx.replay import comparing, inside_step
 from rlx.replay.branches import Branch
 from rlx.replay.comparing import Compared, Comparison
 from rlx.samples import gradients
-from rlx.samples.columns import CompletionFile, Kind
+from rlx.samples.columns import CompletionFile, Kind, StepCompletions
 from rlx.storage.addresses import open_storage
+from rlx.types import Episode, Observation, Turn
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,7 @@ def test_a_gap_is_relative_to_the_larger_value(logged: float | None, again: floa
 LOGGED = {
     3: {"policy/loss": 0.5, "time/step": 1.0, "tokens/total": 7.0},
     4: {"policy/loss": 0.25, "tokens/rollout_per_s": 3.0, "memory/peak_gib": 1.0, "best/eval/accuracy": 1.0},
-    5: {"policy/loss": 0.125, "eval/accuracy": 0.5},
+    5: {"policy/loss": 0.125, "eval/accuracy": 0.5, "episode/retries": 0.25},
 }
 
 
@@ -87,6 +89,26 @@ def test_columns_of_completions_that_differ_are_named(tmp_path: Path) -> None:
     assert comparing.different_columns(run, again, 5) == ("score",)
 
 
+def with_episode(began: Observation, reward: float = 0.5) -> StepCompletions:
+    """The completions of a step, of which the first is an episode."""
+    given = step(5)
+    told = Episode(began, (Turn(0, 1, 4, Observation(reward=reward)),), (), reward)
+    first = replace(given.rows[0], completion=replace(given.rows[0].completion, episode=told))
+    return replace(given, rows=[first, *given.rows[1:]])
+
+
+def test_what_environments_said_is_compared_but_not_what_it_took(tmp_path: Path) -> None:
+    run, again = (open_storage(str(tmp_path / name)) for name in ("run", "again"))
+    keep(run, 5, with_episode(Observation(seconds=1.0, retries=1)))
+    keep(again, 5, with_episode(Observation(seconds=2.0)))
+    assert comparing.different_columns(run, again, 5) == ()
+    for other in (with_episode(Observation(), 0.75), with_episode(Observation(({"role": "user", "content": "a"},)))):
+        keep(again, 5, other)
+        assert comparing.different_columns(run, again, 5) == ("episode",)
+    keep(again, 5)
+    assert "episode" in (comparing.different_columns(run, again, 5) or ())
+
+
 def test_of_some_prompts_only_these_are_compared(tmp_path: Path) -> None:
     """The run has kept one of two prompts, the replay both, and another score of the other."""
     run, again = (open_storage(str(tmp_path / name)) for name in ("run", "again"))
@@ -117,9 +139,9 @@ def test_weights_are_compared_by_checksum(tmp_path: Path) -> None:
 def test_a_forged_evaluation_file_is_found(tmp_path: Path) -> None:
     """Of the steps that were done again; the mean over the questions may be as it was logged."""
     run, again = run_of(tmp_path), open_storage(str(tmp_path / "again"))
-    for step in (20, 24, 28):
-        evaluated(run.folder, step, [True, False, True])
-        evaluated(again, step, [True, False, True])
+    for number in (20, 24, 28):
+        evaluated(run.folder, number, [True, False, True])
+        evaluated(again, number, [True, False, True])
     logged = {step: {"policy/loss": 0.5} for step in range(1, 31)}
     branch = Branch(run, run.checkpoints[-1], 28)
 

@@ -157,6 +157,15 @@ def test_an_episode_is_read_back_from_its_text() -> None:
     assert Episode.of_json(done[0].episode.as_json()) == done[0].episode
 
 
+def test_an_episode_of_an_older_version_is_read() -> None:
+    said = '{"messages": [], "reward": 0.5, "done": true, "calls": 0, "call_errors": 0, "seconds": 0.25}'
+    turn = f'{{"start": 0, "stop": 2, "version": 3, "observation": {said}, "context": 0}}'
+    for repeatable, kind in (("false", "unrepeatable"), ("true", None)):
+        rest = f'"contexts": [], "score": 0.5, "failure": "why", "is_repeatable": {repeatable}'
+        found = Episode.of_json(f'{{"start": {said}, "turns": [{turn}], {rest}}}')
+        assert (found.failure, found.kind, found.seconds, found.retries) == ("why", kind, 0.5, 0)
+
+
 def test_an_episode_whose_first_messages_are_too_long_fails_alone() -> None:
     done, _, _ = played({0: "a", 1: "a"}, limits=EpisodeLimits(2, prompt_tokens=7))
     for each in done:

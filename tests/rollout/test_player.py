@@ -1,7 +1,8 @@
 """Episodes whose engines or environments fail: what is kept, what is had once more, and what it is scored with."""
 
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from episode_cases import CHATML, HERE, byte_tokenizer, pool_of, saying
@@ -85,6 +86,7 @@ def test_an_episode_that_is_cut_has_the_score_of_its_last_turn() -> None:
 def test_an_environment_that_does_not_begin_leaves_one_turn_on_the_prompt_itself() -> None:
     (done,), environments = played("reset")
     assert done.episode and done.episode.failure == "raised LookupError: reset" and not done.finished
+    assert done.episode.kind == "raised"
     assert done.prompt == PROMPTS[0]
     assert TOKENIZER.decode(done.token_ids) == "ab<|end|>" and done.drawn == [True] * 3
     assert (done.episode.start, done.episode.score) == (Observation(), 0.0)
@@ -94,14 +96,43 @@ def test_an_environment_that_does_not_begin_leaves_one_turn_on_the_prompt_itself
 def test_an_environment_that_fails_later_ends_the_episode_with_the_turn_it_has_not_answered() -> None:
     (done,), _ = played("step 2")
     assert done.episode and done.episode.failure.startswith("raised LookupError: step 2") and not done.finished
+    assert done.episode.kind == "raised"
     assert TOKENIZER.decode(done.token_ids) == "ab<|end|>\n<|user|>on<|end|>\n<|assistant|>cde<|end|>"
     assert done.episode.score == 0.25 and [turn.observation.done for turn in done.episode.turns] == [False, True]
 
 
 def test_an_environment_that_cannot_score_a_cut_episode_fails_it_alone() -> None:
     (done,), _ = played("score")
-    assert done.episode and done.episode.failure == "raised LookupError: score"
+    assert done.episode and (done.episode.failure, done.episode.kind) == ("raised LookupError: score", "raised")
     assert len(done.episode.turns) == 3 and done.episode.score == 3 * 0.25 and not done.finished
+
+
+class Flaky(Failing):
+    """Fails once in `reset`, once in its second turn, and once in `score`."""
+
+    failed: ClassVar[set[str]] = set()
+
+    def _fail(self, where: str) -> None:
+        if where != "step 1" and where not in Flaky.failed:
+            Flaky.failed.add(where)
+            time.sleep(0.01)
+            raise LookupError(where)
+        if where == "score":
+            time.sleep(0.05)
+
+
+def test_an_episode_has_the_retries_of_all_its_calls() -> None:
+    Flaky.failed = {"step 3"}
+    player = player_of(Engines().draw, pool_of("test_player:Flaky"))
+    pending = player.begin(PROMPTS[:1], [SAMPLING], 3)
+    player.finish(pending)
+    player.loop.close()
+    (done,) = pending.completions
+    assert done.episode and not done.has_failed and done.episode.retries == 3
+    assert done.episode.start.retries == 1
+    assert [turn.observation.retries for turn in done.episode.turns] == [0, 1, 1]  # the last turn's with the score's
+    assert done.episode.turns[-1].observation.seconds >= 0.05
+    assert done.episode.score == 3 * 0.25 + 10 + len("cde")
 
 
 def test_a_failed_episode_is_not_repeated_and_a_good_one_is() -> None:
@@ -171,8 +202,8 @@ def test_an_episode_that_comes_out_differently_has_failed() -> None:
         player.finish(pending)
         player.loop.close()
         (done,) = pending.groups[0] or ()
-        assert done.episode and done.episode.is_repeatable is not done.has_failed is (share == 1.0)
-        assert ("answers differently" in done.episode.failure) is (share == 1.0)
+        assert done.episode and done.episode.kind == ("unrepeatable" if share else None)
+        assert ("answers differently" in done.episode.failure) is done.has_failed is (share == 1.0)
 
 
 def test_a_refused_turn_ends_the_rollout_with_its_error() -> None:

@@ -153,7 +153,7 @@ def test_dapo_punishes_the_last_fifth_of_the_longest_response() -> None:
 def test_tokens_of_the_environment_come_near_the_limit_too() -> None:
     algorithm = from_tree({"algorithm": {"advantage": "dapo"}}).algorithm
     whole = completion(*[3] * 10)
-    observed = Episode(Observation(), (Turn(0, 4, 0, Observation()), Turn(9, 10, 0, Observation())), (), 1.0, "", True)
+    observed = Episode(Observation(), (Turn(0, 4, 0, Observation()), Turn(9, 10, 0, Observation())), (), 1.0)
     scored = [ScoredCompletion(each, 1.0, True, {}) for each in (whole, replace(whole, episode=observed))]
     assert scored[1].completion.num_drawn == 5
     assert [each.score for each in apply_length_penalty(scored, algorithm, 10)] == [0.5, 0.5]

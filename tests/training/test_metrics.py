@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,10 +15,11 @@ from rlx.config import loading
 from rlx.mesh import Mesh
 from rlx.tracking.metrics import meaning
 from rlx.training import loop, metrics
+from rlx.training.aggregation import over_ranks
 from rlx.training.collector import Selection
 from rlx.training.experience import Experience
 from rlx.training.stats import LossStats, Sums, UpdateStats
-from rlx.types import Completion, Prompt, ScoredCompletion
+from rlx.types import Completion, Episode, FailureKind, Observation, Prompt, ScoredCompletion, Turn
 
 LENGTHS = (1, 2, 2, 3)
 SCORES = (0.0, 1.0, 0.5, 0.5)
@@ -178,6 +179,29 @@ BY_HAND = {
     "tokens/update_per_s": (8 + 8) * 2 / 2,  # prompts and responses, twice
     "tokens/total": 108.0,
 }
+
+
+def of_episodes(rank: int, ranks: int) -> dict[str, float]:
+    """Those of episodes of which all but one have failed, each in another way."""
+    rows = []
+    for row, kind in zip([*scored(), scored()[0], scored()[0]], [*get_args(FailureKind), "raised", None], strict=True):
+        begun = Observation(retries=3 if kind is None else 0)
+        episode = Episode(begun, (Turn(0, 1, 3, Observation(retries=1)),), failure=kind or "", kind=kind)
+        rows.append(replace(row, completion=replace(row.completion, episode=episode)))
+    selection, here = Selection(3 // ranks, 2, filtered=False, greedy=False), slice(rank * 6 // ranks, 6)
+    selection.add(rows[here][: 6 // ranks])
+    return over_ranks(trainer_of(Mesh.of("cpu", 1)), metrics._of_episodes(selection))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_failures_of_environments_by_kind(ranks: int, on_ranks: OnRanks) -> None:
+    found, *others = on_ranks(ranks, of_episodes)
+    assert others == [found] * (ranks - 1)
+    kinds = {f"episode/{kind}_fraction": found[f"episode/{kind}_fraction"] for kind in get_args(FailureKind)}
+    assert list(kinds.values()) == pytest.approx([1 / 6, 2 / 6, 1 / 6, 1 / 6])
+    assert sum(kinds.values()) == pytest.approx(found["episode/failed_fraction"]) == pytest.approx(5 / 6)
+    assert found["episode/retries"] == pytest.approx((6 + 3) / 6)
+    assert all(map(meaning, found))
 
 
 def warmed_up(rank: int, ranks: int) -> dict[str, float]:

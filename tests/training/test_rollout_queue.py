@@ -227,9 +227,9 @@ def test_on_any_number_of_ranks(tmp_path: Path, wrote: int, reads: int) -> None:
 def as_episode(given: Completion) -> Completion:
     """The same as an episode of one turn that began with other tokens, and whose words are no ASCII."""
     said = Observation(
-        ({"role": "tool", "name": "look", "content": f"größer {given.prompt.id}"},), 0.25, True, 1, 1, 0.5
+        ({"role": "tool", "name": "look", "content": f"größer {given.prompt.id}"},), 0.25, True, 1, 1, 0.5, 2
     )
-    told = Episode(Observation(), (Turn(0, 1, given.version, said),), (), 0.25, "died", False)
+    told = Episode(Observation(), (Turn(0, 1, given.version, said),), (), 0.25, "its process ended", "died")
     return replace(given, prompt=replace(given.prompt, token_ids=(7, given.prompt.id)), episode=told)
 
 
@@ -246,7 +246,8 @@ def test_a_checkpoint_keeps_what_environments_have_said(tmp_path: Path, wrote: i
     before, after = ([step(own, 1) for own in of] for of in (writers, readers))
     found = [{(one.prompt.id, one.sample): one for rank in of for one in rank} for of in (before, after)]
     assert found[0] == found[1] and all(one.episode for one in found[1].values())
-    assert {one.episode.turns[0].observation.seconds for one in found[1].values() if one.episode} == {0.5}
+    told = {(one.episode.seconds, one.episode.retries, one.episode.kind) for one in found[1].values() if one.episode}
+    assert told == {(0.5, 2, "died")}
 
 
 def test_what_is_not_whole_is_drawn_again(tmp_path: Path) -> None:

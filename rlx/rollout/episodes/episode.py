@@ -16,6 +16,7 @@ from rlx.types import (
     Completion,
     EnvironmentFailed,
     Episode,
+    FailureKind,
     Observation,
     Prompt,
     Sampling,
@@ -83,7 +84,7 @@ class OpenEpisode:
     contexts: list[int] = field(default_factory=list)  # see `Episode.contexts`
     final_reward: float = 0.0  # given after the last turn
     failure: str = ""
-    is_repeatable: bool = True
+    kind: FailureKind | None = None  # of the failure
     is_done: bool = False  # the environment has ended it
     is_over: bool = False
     engine: int | None = None  # that has drawn the last turn, and may still have its prefix
@@ -124,9 +125,10 @@ class OpenEpisode:
             )
         self.start, self.opening, self.messages, self.read = start, opening, messages, written.text
 
-    def begin_without_environment(self, failure: str) -> None:
+    def begin_without_environment(self, failed: EnvironmentFailed) -> None:
         """Begins with the prompt itself: the environment has failed, and the episode ends after one turn."""
-        self.start, self.opening, self.failure = Observation(), self.seeds.prompt.token_ids, failure
+        self.start, self.opening = Observation(), self.seeds.prompt.token_ids
+        self.failure, self.kind = str(failed), failed.kind
 
     def request(self) -> Request:
         """What an engine is asked for next."""
@@ -148,7 +150,8 @@ class OpenEpisode:
         assert self.drawn
         (output, version), start = self.drawn, len(self.token_ids)
         self.drawn = None
-        self._keep(output)
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs
         turn = Turn(start, len(self.token_ids), version, observation, len(self.contexts))
         self.turns.append(turn)
         self.is_done = observation.done and not self.failure
@@ -162,9 +165,16 @@ class OpenEpisode:
                 self.messages += observation.messages
                 self._follow(following)
 
-    def fail(self, failure: str) -> None:
-        """Ends the episode after the last turn, because the environment gives no answer to it, or no score."""
-        self.failure, self.is_over = failure, True
+    def add_score(self, scored: Observation) -> None:
+        """Takes the score of an episode that was cut; its time and its retries are those of the last turn."""
+        last, self.final_reward = self.turns[-1], scored.reward
+        said, seconds = last.observation, last.observation.seconds + scored.seconds
+        said = replace(said, seconds=seconds, retries=said.retries + scored.retries)
+        self.turns[-1] = replace(last, observation=said)
+
+    def fail(self, failed: EnvironmentFailed) -> None:
+        """Ends the episode after the last turn: the environment gives no answer to it, no score, or two answers."""
+        self.failure, self.kind, self.is_over = str(failed), failed.kind, True
         if self.drawn:
             self.add_observation(Observation(done=True))
 
@@ -172,7 +182,7 @@ class OpenEpisode:
         """The episode as a completion."""
         assert self.is_over and self.start is not None
         score = self.final_reward + sum(turn.observation.reward for turn in self.turns)
-        episode = Episode(self.start, tuple(self.turns), tuple(self.contexts), score, self.failure, self.is_repeatable)
+        episode = Episode(self.start, tuple(self.turns), tuple(self.contexts), score, self.failure, self.kind)
         return Completion(
             prompt=replace(self.seeds.prompt, token_ids=self.opening),
             sample=self.seeds.sample,
@@ -182,10 +192,6 @@ class OpenEpisode:
             version=min(turn.version for turn in self.turns),
             episode=episode,
         )
-
-    def _keep(self, output: Output) -> None:
-        self.token_ids += output.token_ids
-        self.logprobs += output.logprobs
 
     def _follow(self, written: Written) -> None:
         """Appends the environment's tokens, which have no log-probability."""

@@ -152,16 +152,15 @@ class Player:
         except NoEngineError:
             return
         check = not episode.failure and episode.seeds.is_among(self.checked_share)
-        episode.is_repeatable = await self.environments.close(episode.key, check)
-        if not episode.is_repeatable:
-            episode.failure = "it answers differently when its actions are repeated"
+        if not await self.environments.close(episode.key, check):
+            episode.fail(EnvironmentFailed("it answers differently when its actions are repeated", "unrepeatable"))
 
     async def _start(self, episode: OpenEpisode) -> None:
         seeds, check = episode.seeds, episode.seeds.is_among(self.checked_share)
         try:
             episode.begin(await self.environments.start(episode.key, seeds.prompt.task, seeds.of_start, check))
         except EnvironmentFailed as error:
-            episode.begin_without_environment(str(error))
+            episode.begin_without_environment(error)
 
     async def _observe(self, episode: OpenEpisode, version: int) -> None:
         action, seed = episode.action, episode.seeds.of_answer(len(episode.turns))
@@ -169,9 +168,9 @@ class Player:
             answered = await self.environments.step(episode.key, action, seed, version, episode.length)
             episode.add_observation(answered)
             if episode.is_over and not episode.is_done:
-                episode.final_reward = (await self.environments.finish(episode.key, action)).reward
+                episode.add_score(await self.environments.finish(episode.key, action))
         except EnvironmentFailed as error:
-            episode.fail(str(error))
+            episode.fail(error)
 
 
 class EventLoopThread:
