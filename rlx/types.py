@@ -198,6 +198,27 @@ class Episode:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptEpisode:
+    """An episode that a run has kept, so that its environment need not be asked again."""
+
+    question: str
+    expected: str  # the answer in the data set
+    token_ids: tuple[int, ...]  # [T] of its completion
+    episode: Episode
+
+
+def episode_name(step: int, prompt: int, sample: int) -> str:
+    """What tells an episode from all others of a run.
+
+    Args:
+        step: at which it was begun.
+        prompt: the prompt's id.
+        sample: its number among those of the prompt.
+    """
+    return f"{step}.{prompt}.{sample}"
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """What an engine has sampled for one prompt, or what a policy and an environment have said in turn."""
 

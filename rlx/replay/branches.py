@@ -23,6 +23,7 @@ from rlx.runs import launch, preflight, run_folder
 from rlx.runs.launch import RunResult
 from rlx.runs.preflight import PreparedRun
 from rlx.runs.processes import RunProcesses
+from rlx.samples.episodes import KeptSteps
 from rlx.storage.addresses import join_address, open_storage
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.tracking.services import mlflow
@@ -56,6 +57,7 @@ class Branch:
     changes: Mapping[str, Any] = field(default_factory=dict)  # settings that differ from those of the run
     trust: bool = False  # take the run's settings, whoever wrote them
     attributes_gradient: bool = False  # the last step keeps the shares of its prompts in the gradient
+    asks_again: bool = False  # environments, also for what they have said to the run
 
     @property
     def steps(self) -> range:
@@ -77,7 +79,8 @@ class Branch:
         model = recorded.model.path  # the tiny model lies in the storage of the run
         path = None if "model.path" in self.changes else preflight.model_folder(model, self.run.storage)
         prepared = preflight.prepare(from_tree(with_overrides(self.tree(), self.changes)), model_path=path)
-        return replace(prepared, until=self.until, attributes_gradient=self.attributes_gradient)
+        repeats = None if self.asks_again else KeptSteps(self.run.folder, self.steps[0] - 1, self.until)
+        return replace(prepared, until=self.until, attributes_gradient=self.attributes_gradient, repeats=repeats)
 
     def tree(self) -> dict[str, Any]:
         """The settings with which the run went on from there, with the checkpoint to start from."""

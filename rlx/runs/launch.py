@@ -153,6 +153,7 @@ def _job(
         waits=waits,
         until=prepared.until,
         attributes_gradient=prepared.attributes_gradient,
+        repeats=prepared.repeats,
         copies=prepared.copies,
     )
 

@@ -47,14 +47,16 @@ from rlx.rollout.engine_pool import EnginePool
 from rlx.rollout.episodes.dialogue import Dialogue
 from rlx.rollout.episodes.draws import EngineDraws, Episodes
 from rlx.rollout.episodes.episode import EpisodeLimits
+from rlx.rollout.episodes.kept import KeptEnvironments
 from rlx.rollout.episodes.player import Player
 from rlx.rollout.weight_sync.sync import WeightSync
 from rlx.runs import doctor
 from rlx.runs.mailbox import CHECKPOINT_PATH, JOB, Box, JobSpec, Message
 from rlx.runs.run_folder import POINTER, keeping_details
+from rlx.samples.episodes import KeptSteps
 from rlx.storage import checkpoint_catalog
 from rlx.storage.checkpoint_writer import FinishedCheckpoint
-from rlx.storage.filesystem import Storage, retry
+from rlx.storage.filesystem import Storage, StorageError, retry
 from rlx.tracking.base import Tracker
 from rlx.tracking.memory import NullTracker
 from rlx.tracking.services.mlflow_page import SystemMetrics
@@ -62,7 +64,7 @@ from rlx.tracking.tracker import OutboxTracker
 from rlx.training import loop
 from rlx.training.setup.inputs import TrainingInputs, WeightSource
 from rlx.training.setup.rank import build_rank, close_rank
-from rlx.types import Phase, Scorer
+from rlx.types import KeptEpisode, Phase, Scorer
 
 _CLOSE_S = 5.0  # longest wait for the tracker at the end of a run
 _SHOWN = 3  # warnings of a kind that a worker shows
@@ -343,9 +345,20 @@ class Connections:
         limits = EpisodeLimits(own.max_turns, own.turn_tokens, config.data.max_prompt_tokens)
         draws = EngineDraws(pool)
         dialogue = dialogue_of(own, config.data, tokenizer)
-        player = Player(draws, environments, dialogue, limits, config.seed, own.repeat)
+        kept = KeptEnvironments(environments, self._kept_episodes(), dialogue)
+        player = Player(draws, kept, dialogue, limits, config.seed, own.repeat)
         player.loop.run(environments.forget())  # what an earlier process of this rank has left
         return Episodes(draws, player)
+
+    def _kept_episodes(self) -> Mapping[str, KeptEpisode]:
+        """Those of the steps that are done again. Of a resumed run they are deleted once its models are restored."""
+        spec, config = self.job.spec, self.config
+        try:
+            steps = spec.repeats or KeptSteps.since_checkpoint(spec.folder)
+            return steps.episodes(config.environment.identity, config.seed)
+        except (ConfigError, StorageError) as error:
+            self.job.notify(f"environments are asked again for what they have said before: {error}")
+            return {}
 
     def scorers(self, mesh: Mesh) -> dict[str, Scorer]:
         """The scorers that are not functions of this process, once reward models are loaded."""

@@ -6,8 +6,8 @@
     <run>/evaluations/step_000010-held_out.parquet             which of its questions were answered right, and more
 
 `columns` has what is kept of a completion, `token_texts` the text of each token, `writer` the thread that writes,
-`reader` and `choosing` what is read again; `page` is one HTML file that opens offline. `evaluations` writes and reads
-the outcomes of questions.
+`reader` and `choosing` what is read again, `episodes` what steps need that are done again; `page` is one HTML file that
+opens offline. `evaluations` writes and reads the outcomes of questions.
 
 Left out: what a step computes (rlx.training) and the terminal (rlx.cli.samples).
 Neither torch nor Ray is imported, so that reading is fast.

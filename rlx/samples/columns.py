@@ -132,6 +132,16 @@ def is_kept(share: float, seed: int, step: int, prompt: int) -> bool:
     return int.from_bytes(digest, "big") < share * 2**64
 
 
+def made_with(environment: str, seed: int) -> dict[bytes, bytes]:
+    """The metadata of a file: what decides, beside the prompt and the policy, what an environment says.
+
+    Args:
+        environment: `EnvironmentConfig.identity`.
+        seed: of the run.
+    """
+    return {b"environment": f"{seed} {environment}".encode()}
+
+
 def as_table(step: StepCompletions, texts: TokenTexts) -> pa.Table:
     """The completions with all columns, in their order."""
     rows = step.rows

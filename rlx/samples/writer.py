@@ -19,7 +19,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlx.config.errors import one_line
-from rlx.samples.columns import COMPLETIONS, CompletionFile, Kind, StepCompletions, as_table, is_kept
+from rlx.samples.columns import (
+    COMPLETIONS,
+    CompletionFile,
+    Kind,
+    StepCompletions,
+    as_table,
+    is_kept,
+    made_with,
+)
 from rlx.samples.evaluations import EVALUATIONS, EvaluationFile
 from rlx.samples.token_texts import TokenTexts
 from rlx.storage.filesystem import Storage, StorageError, retry, write_bytes
@@ -40,6 +48,7 @@ class Keeping:
     seed: int
     rank: int  # among those that have completions of their own
     ranks: int
+    environment: str = ""  # `EnvironmentConfig.identity`; empty: there is none
 
     def part(self, step: StepCompletions) -> StepCompletions:
         """The completions of the prompts that are kept. Each evaluation keeps the same prompts."""
@@ -126,7 +135,8 @@ class CompletionWriter:
         """
         name = CompletionFile(step.step, step.kind, self.keeping.rank, self.keeping.ranks)
         file = self.folder / str(name)
-        content = as_bytes(as_table(step, texts))
+        table = as_table(step, texts).replace_schema_metadata(made_with(self.keeping.environment, self.keeping.seed))
+        content = as_bytes(table)
         check_reserve(self.folder, len(content))
         retry(partial(write_bytes, file, content), f"writing {file.path}")
 

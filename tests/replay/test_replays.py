@@ -5,6 +5,7 @@ RLX_REPLAYS sets how many random steps of each of the five runs are replayed (4)
 
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,10 @@ from rlx.replay import branches, comparing, inside_step, pairs, recorded
 from rlx.replay.branches import Branch, Scratch
 from rlx.replay.comparing import Comparison
 from rlx.replay.recorded import RecordedRun
+from rlx.samples import reader
+from rlx.samples.columns import Kind
 from rlx.samples.evaluations import kept_evaluations
+from rlx.samples.reader import KeptStep
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.tracking.services import mlflow
@@ -54,16 +58,16 @@ def storage(nothing_left: NothingLeft, tmp_path_factory: pytest.TempPathFactory)
     return tmp_path_factory.mktemp("storage")
 
 
-def recorded_run(kind: str, model: Path, storage: Path) -> RecordedRun:
+def recorded_run(kind: str, model: Path, storage: Path, killed_after: int = 5, **settings: Any) -> RecordedRun:
     """A finished run of a kind; one whose name says so was killed after its fifth step, and resumed."""
-    config = config_of(model, storage, kind, **KINDS[kind])
+    config = config_of(model, storage, kind, **(settings or KINDS[kind]))
     if "killed" not in kind:
         train(config)
     else:
         (storage / f"{kind}.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
         script = Script(storage / f"{kind}.txt", "ppo.py", "--config", str(storage / f"{kind}.yaml"))
         try:
-            script.wait_for(f"step 5/{STEPS}")
+            script.wait_for(f"step {killed_after}/{STEPS}")
             script.kill()
             assert_all_end(script, KILLED_S)
         finally:
@@ -196,3 +200,33 @@ def questions(folder: Storage, step: int) -> set[str]:
     table = comparing.step_completions(folder, step)
     assert table is not None
     return set(table["question"].to_pylist())
+
+
+def test_environments_are_not_asked_again_for_what_they_have_said(
+    tiny_model: Path, storage: Path, place: Callable[[RecordedRun], Scratch], tmp_path: Path
+) -> None:
+    notes = tmp_path / "notes"
+    playing = {
+        "environment__name": "tests.replay.noting:Noting",
+        "environment__params": {"file": str(notes)},
+        "environment__max_turns": 2,
+        "rollout__max_tokens": 100,
+        "reward__functions": {"environment": 1.0},
+    }
+    run = recorded_run("episodes-killed", tiny_model, storage, 6, **ONE, **playing)
+    begun = Counter(line for line in notes.read_text().splitlines() if "begins" in line)
+    redone = {each.question for each in reader.completions(reader.read(run.folder, kept_step(run, 5)))}
+    assert len(redone) == 8 and all(begun[repr(f"begins {question}")] == 2 for question in redone)
+    begins = {}
+    for asks_again in (False, True):
+        where, asked = place(run), notes.read_text().count("begins")
+        branch = where.placed(replace(branches.branch_to(run, 7), asks_again=asks_again))
+        comparison, _ = done_again(branch)
+        assert comparison.holds and comparison.completions == ()
+        begins[asks_again] = notes.read_text().count("begins") - asked
+    assert begins[False] == 2  # the trial before each run
+    assert begins[True] >= 2 + 3 * 16  # and steps 5 to 7
+
+
+def kept_step(run: RecordedRun, number: int) -> KeptStep:
+    return next(each for each in reader.kept_steps(run.folder) if (each.number, each.kind) == (number, Kind.TRAINING))

@@ -63,7 +63,8 @@ def verify_record(args: argparse.Namespace) -> int:
     facts: list[Fact] = []
     with branches.scratch(run) as place, running.processes() as shared:
         for step in steps:
-            branch = replace(branches.branch_to(run, step, trust=args.trust), changes=running.moved(args))
+            branch = branches.branch_to(run, step, trust=args.trust)
+            branch = replace(branch, changes=running.moved(args), asks_again=True)
             facts = facts or verifying.facts(run, branch.prepare())
             done.append((branch, _compared(args, place.placed(branch), logged, shared)))
     print(f"\n{facts_table(facts)}\n\n{steps_table(done)}\n")

@@ -1,8 +1,8 @@
 """Episodes: completions that a policy and an environment make in turn, token by token as the policy drew them.
 
 `dialogue` writes messages as tokens that follow what was drawn, `episode` is one episode while it is played, `player`
-plays all of a rank at once, `draws` asks a rank's engines for turns. Left out: environments (rlx.environments), and
-what an episode is trained with (rlx.training).
+plays all of a rank at once, `draws` asks a rank's engines for turns, `kept` answers for environments in steps that are
+done again. Left out: environments (rlx.environments), and what an episode is trained with (rlx.training).
 
 Seeds follow from (run seed, step, prompt, sample, turn), and what an environment has said is kept with the completion.
 

@@ -23,6 +23,7 @@ from rlx.types import (
     Turn,
     TurnLength,
     Utterance,
+    episode_name,
 )
 
 _DRAWING = 1_000_000
@@ -46,6 +47,11 @@ class EpisodeSeeds:
     step: int  # of the run, at which the episode was begun
     prompt: Prompt
     sample: int
+
+    @property
+    def name(self) -> str:
+        """See `episode_name`."""
+        return episode_name(self.step, self.prompt.id, self.sample)
 
     @property
     def of_start(self) -> int:

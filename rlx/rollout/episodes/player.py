@@ -45,7 +45,9 @@ class Environments(Protocol):
     async def start(self, key: str, row: TaskRow, seed: int, check: bool = False) -> Observation:
         """Begins an episode; returns its first messages; raises EnvironmentFailed.
 
-        `check`: a second instance gets the same actions, so that `close` can compare.
+        Args:
+            key: its name (`episode_name`), a dot and a number.
+            check: a second instance gets the same actions, so that `close` can compare.
         """
         ...
 
@@ -95,16 +97,14 @@ class Player:
         """Begins an episode of each prompt by each sampling; does not wait."""
         rollout = PendingRollout.of(prompts, samplings, step)
         pending = PendingEpisodes(prompts, samplings, step, rollout.groups, rollout.unassigned)
-        pending.open = [
-            OpenEpisode(
-                f"{next(self._count)}",
-                EpisodeSeeds(self.run_seed, step, prompt, number),
-                sampling,
-                self.limits,
-                self.dialogue,
-            )
+        seeds = [
+            (EpisodeSeeds(self.run_seed, step, prompt, number), sampling)
             for prompt in prompts
             for number, sampling in enumerate(samplings)
+        ]
+        pending.open = [
+            OpenEpisode(f"{each.name}.{next(self._count)}", each, sampling, self.limits, self.dialogue)
+            for each, sampling in seeds
         ]
         self.go_on(pending)
         return pending

@@ -61,7 +61,8 @@ def _completion_writer(inputs: TrainingInputs, mesh: Mesh, tokenizer: Any) -> Co
     share = inputs.config.tracking.completions
     if share == 0 or not mesh.is_leader:
         return None
-    keeping = Keeping(share, inputs.config.seed, mesh.dp_rank, mesh.dp_size)
+    own = inputs.config
+    keeping = Keeping(share, own.seed, mesh.dp_rank, mesh.dp_size, own.environment.identity)
     return CompletionWriter(inputs.folder, keeping, tokenizer, inputs.reporter.notify)
 
 
