@@ -15,7 +15,7 @@ from rlx.config.run import RunConfig
 from rlx.config.sections.base import flatten
 
 TARGETS: dict[str, tuple[str, float | None, float | None]] = {
-    "rollout / bare vLLM": (">=", 0.90, 0.95),
+    "rollout / bare vLLM": (">=", 0.90, 1.30),
     "update / bare loop": (">=", 0.85, 0.90),
     "bare loop FLOPs utilisation": (">=", None, 0.35),
     "sync time / copy time": ("<=", 3.0, 1.5),
