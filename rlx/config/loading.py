@@ -7,6 +7,7 @@ the nearest valid name. Left out: command-line options (rlx.cli.options).
 from __future__ import annotations
 
 import copy
+import os
 import re
 import reprlib
 import typing
@@ -190,6 +191,9 @@ def setting_at(flat: Mapping[str, Any], key: str) -> Any:
 
 
 def _deep_copy(value: Any) -> Any:
+    """A copy of a setting's value; a path becomes text, as settings have it."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     try:
         return copy.deepcopy(value)
     except RecursionError:

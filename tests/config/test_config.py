@@ -540,6 +540,12 @@ def test_overrides_reach_into_a_copy() -> None:
     assert tree == {"train": {"steps": 1, "ppo_epochs": 2}, "data": {"params": {"a": 1}}}
 
 
+def test_a_path_may_be_given_as_a_path() -> None:
+    overrides = {"model.path": Path("models/mine"), "data.source": Path("prompts.jsonl")}
+    config = from_tree(with_overrides({}, overrides))
+    assert (config.model.path, config.data.source) == (str(Path("models/mine")), "prompts.jsonl")
+
+
 def test_an_entry_is_set_in_the_default_of_its_source() -> None:
     entry = {"data.params.max_digits": 3}
     assert with_overrides({}, entry) == {"data": {"params": PARAMS | {"max_digits": 3}}}
