@@ -71,7 +71,7 @@ def test_episodes_survive_kills_of_driver_engine_and_environments(
         lives += 1
         run = script("ppo.py", *place.words(name, 1), *episodes)
         while kills.total() < most and not ended(run, moments.uniform(5, 30)):
-            victim = moments.choice(VICTIMS)
+            victim = VICTIMS[kills.total() % len(VICTIMS)]
             kills[victim] += killed(run, victim)
             print(f"{kills.total()}/{most}: {victim} of {name}, at step {place.newest(name)} or later", flush=True)
             if victim == DRIVER:
@@ -80,7 +80,7 @@ def test_episodes_survive_kills_of_driver_engine_and_environments(
                 run = script("ppo.py", *again)
         finish(run)
         assert place.history(name) == expected, name
-    assert set(kills) == set(VICTIMS)
+    assert set(kills) == set(VICTIMS[:most])
     assert_all_end(run, 10)
 
 
