@@ -62,6 +62,14 @@ class Ratio(Metric):
         return self.parts[0] / self.parts[1]
 
 
+class Excess(Ratio):
+    """The share of one quantity by which it exceeds another; 0 if it is less, which only the sums of all ranks tell."""
+
+    def compute(self) -> Tensor:
+        """A scalar."""
+        return (1 - self.parts[1] / self.parts[0]).clamp(min=0)
+
+
 class Deviation(Metric):
     """The standard deviation of all values: of all there are, not of a sample (n, not n - 1)."""
 

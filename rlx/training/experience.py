@@ -156,10 +156,9 @@ def build_batch(scored: Sequence[ScoredCompletion], pad_id: int, mask_truncated:
         mask_truncated: the losses leave out completions that were cut.
     """
     completions = [each.completion for each in scored]
-    ids = [torch.tensor(c.prompt.token_ids + c.token_ids) for c in completions]
     turns: dict[str, Any] = _turn_columns(completions) if completions[0].episode else {}
     return RolloutBatch(
-        ids=_padded(ids, pad_id),
+        ids=_padded([c.prompt.token_ids + c.token_ids for c in completions], pad_id),
         prompt_lengths=torch.tensor([len(c.prompt.token_ids) for c in completions]),
         mask=_padded([_drawn_mask(c) for c in completions], 0.0),
         rollout_logprobs=_padded([_reported_logprobs(c) for c in completions], 0.0),
@@ -174,24 +173,20 @@ def build_batch(scored: Sequence[ScoredCompletion], pad_id: int, mask_truncated:
     )
 
 
-def _drawn_mask(completion: Completion) -> Tensor:
+def _drawn_mask(completion: Completion) -> Sequence[float]:
     if completion.episode is None:
-        return torch.ones(len(completion.token_ids))
-    return torch.tensor(completion.drawn, dtype=torch.float32)
+        return (1.0,) * len(completion.token_ids)
+    return [float(drawn) for drawn in completion.drawn]
 
 
-def _reported_logprobs(completion: Completion) -> Tensor:
-    if not completion.logprobs:
-        return torch.tensor([math.nan if drawn else 0.0 for drawn in completion.drawn])
-    return torch.tensor(completion.logprobs)
+def _reported_logprobs(completion: Completion) -> Sequence[float]:
+    return completion.logprobs or [math.nan if drawn else 0.0 for drawn in completion.drawn]
 
 
 def _turn_columns(completions: Sequence[Completion]) -> dict[str, Tensor]:
     """What batches of episodes have beside: rewards where turns end, and the contexts of tokens, `[B, T]` each."""
     rewards, contexts = zip(*(each.by_turn for each in completions), strict=True)
-    return {"turn_rewards": _padded(list(map(torch.tensor, rewards)), 0.0)} | {
-        "contexts": _padded(list(map(torch.tensor, contexts)), 0)
-    }
+    return {"turn_rewards": _padded(rewards, 0.0), "contexts": _padded(contexts, 0)}
 
 
 def concat(parts: Sequence[B]) -> B:
@@ -216,8 +211,13 @@ def pad_to(batch: B, length: int, width: int) -> B:
     return replace(batch, **columns)
 
 
-def _padded(rows: Sequence[Tensor], value: float) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
+def _padded(rows: Sequence[Sequence[float]], value: float) -> Tensor:
+    """`[B, longest]` int64 or float32, as `value` is. Numpy reads Python's numbers in a fifth of the time of torch."""
+    dtype = np.float32 if isinstance(value, float) else np.int64
+    grid = np.full((len(rows), max(map(len, rows))), value, dtype)
+    for line, row in zip(grid, rows, strict=True):
+        line[: len(row)] = row
+    return torch.from_numpy(grid)
 
 
 # --- mini-batches and micro-batches

@@ -108,6 +108,9 @@ def compute_logprobs(trainer: Trainer, batch: RolloutBatch, deferred: bool = Fal
         deferred: leave the first mini-batch's rows at 0; `update` computes them.
     """
     columns = {name: torch.zeros_like(batch.mask) for name in ("logprobs", "ref_logprobs", "values", "entropy")}
+    if needs_no_model(trainer):
+        said = batch.rollout_logprobs
+        return batch.with_logprobs(columns | {"logprobs": said, "ref_logprobs": said, "entropy": -said})
     rows = len(batch.scores)
     first = rows // trainer.config.train.num_minibatches if deferred else 0
     for micro_batch in trainer.micro_batches([batch.rows(slice(first, None))])[0] if first < rows else ():
@@ -125,6 +128,13 @@ def compute_logprobs(trainer: Trainer, batch: RolloutBatch, deferred: bool = Fal
                 columns[name][micro_batch.row, : grid.shape[1]] = grid
     trainer.reshard()
     return batch.with_logprobs(columns)
+
+
+def needs_no_model(trainer: Trainer) -> bool:
+    """Whether engines have said all that is to be known of completions before the update."""
+    config = trainer.config
+    policy_alone = config.resolved_reference == "none" and config.resolved_critic == "none"
+    return policy_alone and config.algorithm.old_logprobs == "rollout"
 
 
 def old_policy_output(trainer: Trainer, batch: RolloutBatch) -> PolicyOutput:

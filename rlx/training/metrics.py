@@ -22,6 +22,7 @@ from rlx.algorithms.importance_sampling import importance_weights
 from rlx.training.aggregation import (
     Deviation,
     EffectiveFraction,
+    Excess,
     ExplainedVariance,
     Maximum,
     Mean,
@@ -239,7 +240,7 @@ def _of_tokens(trainer: Trainer, batch: Experience, stats: UpdateStats) -> Updat
     return {
         "completions": (Total, len(batch.mask)),
         "trained": (Total, tokens * stats.optimizer_steps / trainer.config.train.num_minibatches),
-        "tokens/padding_fraction": (Ratio, (stats.positions - tokens).clamp(min=0), stats.positions),
+        "tokens/padding_fraction": (Excess, stats.positions, tokens),
         "memory/peak_gib": (Maximum, _peak_gib(trainer.device)),
     }
 
@@ -255,7 +256,7 @@ def _of_kl(trainer: Trainer, batch: Experience, kl_sums: Sums) -> Updates:
 
 
 def _of_policy(trainer: Trainer, batch: Experience, stats: UpdateStats) -> Updates:
-    mask, sums = batch.mask.bool(), stats.losses.sums
+    mask, sums = batch.loss_mask.bool(), stats.losses.sums
     updates: Updates = {"policy/entropy": (Mean, batch.entropy[mask]), **_spread("advantage", batch.advantages[mask])}
     if not stats.policy_learned:
         return updates
@@ -282,15 +283,15 @@ def _of_values(trainer: Trainer, batch: Experience, stats: UpdateStats) -> Updat
     sums = stats.losses.sums
     if trainer.config.resolved_critic == "none" or "value/loss" not in sums:
         return {}
-    mask = batch.mask.bool()
+    mask = batch.loss_mask.bool()
     updates: Updates = {
         **_spread("value", batch.values[mask]),
         **_spread("return", batch.returns[mask]),
         "value/loss": _per_pass(trainer, "value/loss", stats),
         "value/clip_fraction": (Ratio, sums["value/clip_fraction"], stats.losses.tokens),
-        "value/explained_variance": (ExplainedVariance, batch.values, batch.returns, batch.mask),
+        "value/explained_variance": (ExplainedVariance, batch.values, batch.returns, batch.loss_mask),
     }
-    if trainer.critic is not None:  # a head's gradient is part of the policy's
+    if "critic" in stats.grad_norms:  # a head's gradient is part of the policy's
         updates["value/grad_norm"] = (Ratio, stats.grad_norms["critic"], stats.optimizer_steps)
     return updates
 

@@ -41,6 +41,7 @@ class LossDenominators:
 
     tokens: float
     policy: float  # tokens or responses, as algorithm.aggregation counts
+    is_empty: bool = False  # no token is in the losses of any rank
 
 
 def update(trainer: Trainer, batch: Experience, deferred: bool = False) -> tuple[Experience, UpdateStats]:
@@ -76,6 +77,9 @@ def update(trainer: Trainer, batch: Experience, deferred: bool = False) -> tuple
         elif exceeds_target_kl(trainer, losses_here, sizes[index]):
             discard_gradients(trainer)
             break
+        if sizes[index].is_empty and "ptx/loss" not in losses_here.sums:
+            discard_gradients(trainer)  # they are 0, and the optimizer's momentum would move the weights all the same
+            continue
         add_sums(stats.grad_norms, optimizer_step(trainer, number))
         stats.optimizer_steps += 1
     check_norms(trainer, stats)
@@ -152,8 +156,9 @@ def denominators(trainer: Trainer, parts: Sequence[Experience]) -> list[LossDeno
     sums: Sums = {}
     for i, part in enumerate(parts):
         sums |= {f"tokens/{i}": part.loss_mask.sum(), f"policy/{i}": _token_weights(trainer, part)[1]}
-    total = {name: max(1.0, value) for name, value in trainer.sum_over_ranks(sums).items()}  # all may be left out
-    return [LossDenominators(total[f"tokens/{i}"], total[f"policy/{i}"]) for i in range(len(parts))]
+    total = trainer.sum_over_ranks(sums)
+    pairs = [(total[f"tokens/{i}"], total[f"policy/{i}"]) for i in range(len(parts))]
+    return [LossDenominators(max(1.0, tokens), max(1.0, policy), tokens == 0) for tokens, policy in pairs]
 
 
 def accumulate(

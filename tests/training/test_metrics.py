@@ -15,7 +15,7 @@ from rlx.config import loading
 from rlx.mesh import Mesh
 from rlx.tracking.metrics import meaning
 from rlx.training import loop, metrics
-from rlx.training.aggregation import over_ranks
+from rlx.training.aggregation import Excess, over_ranks
 from rlx.training.collector import Selection
 from rlx.training.experience import Experience
 from rlx.training.stats import LossStats, Sums, UpdateStats
@@ -255,7 +255,18 @@ def test_what_an_environment_says_is_no_padding() -> None:
     trainer: Any = SimpleNamespace(config=config, device=torch.device("cpu"))
     stats: Any = SimpleNamespace(positions=20, optimizer_steps=1)
     found = metrics._of_tokens(trainer, batch, stats)
-    assert (float(found["trained"][1]), float(found["tokens/padding_fraction"][1])) == (20.0, 0.0)
+    assert float(found["trained"][1]) == 20.0
+    assert found["tokens/padding_fraction"] == (Excess, 20, 20)
+
+
+def test_padding_is_known_once_all_ranks_are_summed() -> None:
+    """Rows are dealt over ranks: one of them may compute more positions than its own completions have tokens."""
+    dealt, padded = Excess(), Excess()
+    for positions, tokens in ((200, 344), (200, 56)):
+        dealt.update(positions, tokens)
+    for positions, tokens in ((200, 300), (300, 100)):
+        padded.update(positions, tokens)
+    assert (float(dealt.compute()), float(padded.compute())) == (0.0, pytest.approx(0.2))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

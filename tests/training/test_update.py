@@ -574,6 +574,26 @@ def without_cut(rank: int, ranks: int, path: str) -> list[dict[str, Tensor]]:
     return [{name: p.full_tensor().detach() for name, p in weights.items()} for weights in found]
 
 
+def after_an_empty_step(rank: int, ranks: int, path: str) -> list[Any]:
+    """Weights after a step of AdamW, and after another one whose losses leave all out; and how often it stepped."""
+    run, found = trainer_of(path, LEFT_OUT, 60), list[Any]()
+    models = {name: replace(m, optimizer=torch.optim.AdamW(m.model.parameters())) for name, m in run.models.items()}
+    run = replace(run, models=models)
+    judged = [ScoredCompletion(c, float(c.prompt.id % 3 + c.sample), True, {}) for c in completions()]
+    for trained in (torch.ones(16), torch.zeros(16)):
+        batch = loop.compute_logprobs(run, replace(experience.build_batch(judged, PAD), trained=trained))
+        _, stats = update.update(run, loop.compute_advantages(run, batch)[0])
+        weights = [p.full_tensor().clone() for m in run.models.values() for p in m.model.parameters()]
+        found += [(weights, stats.optimizer_steps)]
+    return found
+
+
+def test_a_step_that_trains_on_nothing_has_no_momentum(on_ranks: OnRanks, tiny_model: Path) -> None:
+    (weights, steps), (after, none) = on_ranks(1, after_an_empty_step, str(tiny_model))[0]
+    assert (steps, none) == (1, 0)
+    torch.testing.assert_close(after, weights, atol=0, rtol=0)
+
+
 @pytest.mark.slow
 def test_completions_that_the_losses_leave_out_move_nothing(on_ranks: OnRanks, tiny_model: Path) -> None:
     marked, removed, none, start = on_ranks(1, without_cut, str(tiny_model))[0]
