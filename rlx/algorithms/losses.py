@@ -104,8 +104,8 @@ def _cispo(logp: Tensor, log_ratio: Tensor, cost: Tensor, settings: PolicyLossSe
 
 def _sapo(logp: Tensor, log_ratio: Tensor, cost: Tensor, settings: PolicyLossSettings) -> Clipped:
     ratio = log_ratio.exp()
-    positive, other = settings.temperatures  # as numbers: to make tensors of them would wait for the GPU
-    temperature = torch.where(cost < 0, positive, other).to(cost.dtype)
+    positive, other = settings.temperatures
+    temperature = torch.full_like(cost, other).masked_fill(cost < 0, positive)  # a tensor of both waits for the GPU
     gate = 4 / temperature * torch.sigmoid(temperature * (ratio - 1))
     return Clipped(cost * gate, torch.zeros_like(ratio, dtype=torch.bool), ratio)
 
