@@ -171,6 +171,7 @@ class Episode:
     score: float = 0.0  # sum of all rewards
     failure: str = ""  # why the environment failed; empty if it did not
     kind: FailureKind | None = field(default=None, compare=False)  # of the failure; files of older versions lack it
+    begun_with: str = field(default="", compare=False)  # `EpisodeSeeds.digest`; files of older versions lack it
 
     def as_json(self) -> str:
         """The episode as text, which `of_json` reads."""
@@ -199,23 +200,15 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class KeptEpisode:
-    """An episode that a run has kept, so that its environment need not be asked again."""
+    """An episode as a file has it: a run may keep many, of which few are read."""
 
-    question: str
-    expected: str  # the answer in the data set
-    token_ids: tuple[int, ...]  # [T] of its completion
-    episode: Episode
+    token_ids: Sequence[int]  # [T] of its completion, an array
+    text: str  # `Episode.as_json`
 
-
-def episode_name(step: int, prompt: int, sample: int) -> str:
-    """What tells an episode from all others of a run.
-
-    Args:
-        step: at which it was begun.
-        prompt: the prompt's id.
-        sample: its number among those of the prompt.
-    """
-    return f"{step}.{prompt}.{sample}"
+    @property
+    def episode(self) -> Episode:
+        """What was said in it."""
+        return Episode.of_json(self.text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from rlx.runs import launch, preflight, run_folder
 from rlx.runs.launch import RunResult
 from rlx.runs.preflight import PreparedRun
 from rlx.runs.processes import RunProcesses
-from rlx.samples.episodes import KeptSteps
+from rlx.samples.episodes import KnownEpisodes
 from rlx.storage.addresses import join_address, open_storage
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.tracking.services import mlflow
@@ -79,8 +79,11 @@ class Branch:
         model = recorded.model.path  # the tiny model lies in the storage of the run
         path = None if "model.path" in self.changes else preflight.model_folder(model, self.run.storage)
         prepared = preflight.prepare(from_tree(with_overrides(self.tree(), self.changes)), model_path=path)
-        repeats = None if self.asks_again else KeptSteps(self.run.folder, self.steps[0] - 1, self.until)
-        return replace(prepared, until=self.until, attributes_gradient=self.attributes_gradient, repeats=repeats)
+        prepared = replace(prepared, until=self.until, attributes_gradient=self.attributes_gradient)
+        if self.asks_again:
+            return prepared
+        begun = self.until + prepared.config.rollout.max_staleness  # rounds of these steps begin, too
+        return replace(prepared, known_episodes=KnownEpisodes.of_steps(self.run.folder, self.steps[0] - 1, begun))
 
     def tree(self) -> dict[str, Any]:
         """The settings with which the run went on from there, with the checkpoint to start from."""

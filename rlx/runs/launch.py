@@ -153,7 +153,7 @@ def _job(
         waits=waits,
         until=prepared.until,
         attributes_gradient=prepared.attributes_gradient,
-        repeats=prepared.repeats,
+        known_episodes=prepared.known_episodes,
         copies=prepared.copies,
     )
 

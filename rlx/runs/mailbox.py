@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 if TYPE_CHECKING:  # the actor's process imports nothing slow
     from rlx.cluster.nodes import FolderCopies
     from rlx.rollout.engine_actors import EngineSpec
-    from rlx.samples.episodes import KeptSteps
+    from rlx.samples.episodes import KnownEpisodes
     from rlx.storage.filesystem import Storage
     from rlx.tracking.base import TrackingService
 
@@ -52,7 +52,7 @@ class JobSpec:
     waits: bool = False  # after each evaluation, until it is released
     until: int | None = None  # the step with which it ends; None: with train.steps
     attributes_gradient: bool = False  # of the prompts of that step, keep the shares of the gradient
-    repeats: KeptSteps | None = None  # of another run, whose environments are not asked again
+    known_episodes: KnownEpisodes | None = None  # whose environments are not asked again; None: before a resume
     copies: FolderCopies | None = None  # of its models, for nodes that join later
     engines: Sequence[Any] = ()  # actor handles
     engine_spec: EngineSpec | None = None  # of the engine that each worker starts beside itself

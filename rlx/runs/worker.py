@@ -13,7 +13,7 @@ import logging
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,10 +53,11 @@ from rlx.rollout.weight_sync.sync import WeightSync
 from rlx.runs import doctor
 from rlx.runs.mailbox import CHECKPOINT_PATH, JOB, Box, JobSpec, Message
 from rlx.runs.run_folder import POINTER, keeping_details
-from rlx.samples.episodes import KeptSteps
+from rlx.samples.columns import made_with
+from rlx.samples.episodes import KnownEpisodes
 from rlx.storage import checkpoint_catalog
 from rlx.storage.checkpoint_writer import FinishedCheckpoint
-from rlx.storage.filesystem import Storage, StorageError, retry
+from rlx.storage.filesystem import Storage, retry
 from rlx.tracking.base import Tracker
 from rlx.tracking.memory import NullTracker
 from rlx.tracking.services.mlflow_page import SystemMetrics
@@ -345,20 +346,17 @@ class Connections:
         limits = EpisodeLimits(own.max_turns, own.turn_tokens, config.data.max_prompt_tokens)
         draws = EngineDraws(pool)
         dialogue = dialogue_of(own, config.data, tokenizer)
-        kept = KeptEnvironments(environments, self._kept_episodes(), dialogue)
+        kept = KeptEnvironments(environments, self._kept_episodes, dialogue)
         player = Player(draws, kept, dialogue, limits, config.seed, own.repeat)
         player.loop.run(environments.forget())  # what an earlier process of this rank has left
         return Episodes(draws, player)
 
-    def _kept_episodes(self) -> Mapping[str, KeptEpisode]:
-        """Those of the steps that are done again. Of a resumed run they are deleted once its models are restored."""
+    def _kept_episodes(self) -> MutableMapping[str, KeptEpisode]:
+        """Those of the steps that are done again."""
         spec, config = self.job.spec, self.config
-        try:
-            steps = spec.repeats or KeptSteps.since_checkpoint(spec.folder)
-            return steps.episodes(config.environment.identity, config.seed)
-        except (ConfigError, StorageError) as error:
-            self.job.notify(f"environments are asked again for what they have said before: {error}")
-            return {}
+        known = spec.known_episodes or KnownEpisodes.before_resume(spec.folder)
+        metadata = made_with(config.environment, config.data.chat_template_args, config.seed)
+        return dict(known.read(metadata, self.job.notify))
 
     def scorers(self, mesh: Mesh) -> dict[str, Scorer]:
         """The scorers that are not functions of this process, once reward models are loaded."""

@@ -6,8 +6,9 @@ Left out: writing and reading files (writer.py, reader.py).
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -15,11 +16,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from rlx.config.sections.rollout import EnvironmentConfig
 from rlx.samples.token_texts import TokenTexts
 from rlx.types import Completion, ScoredCompletion
 
 COMPLETIONS = "completions"
 """folder of a run with its completions"""
+REDONE = "completions_before"
+"""folder of a run with the completions of steps that a resume does again, as they were before"""
 REWARD = "reward/"
 """what the column of a reward function begins with; its name follows, as in the metrics of the same names"""
 _FILE = re.compile(r"(step|held_out)_(\d{6,})-(\d{5,})-of-(\d{5,})\.parquet")
@@ -132,14 +136,14 @@ def is_kept(share: float, seed: int, step: int, prompt: int) -> bool:
     return int.from_bytes(digest, "big") < share * 2**64
 
 
-def made_with(environment: str, seed: int) -> dict[bytes, bytes]:
-    """The metadata of a file: what decides, beside the prompt and the policy, what an environment says.
+def made_with(environment: EnvironmentConfig, template_args: Mapping[str, Any], seed: int) -> dict[bytes, bytes]:
+    """The metadata of a file: the settings that decide, beside prompts and policy, what environments say.
 
     Args:
-        environment: `EnvironmentConfig.identity`.
+        template_args: `data.chat_template_args`, which decide what the policy reads.
         seed: of the run.
     """
-    return {b"environment": f"{seed} {environment}".encode()}
+    return {b"environment": f"{seed} {json.dumps(template_args, sort_keys=True)} {environment.identity}".encode()}
 
 
 def as_table(step: StepCompletions, texts: TokenTexts) -> pa.Table:

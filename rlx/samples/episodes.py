@@ -5,79 +5,77 @@ Left out: what is made of them (rlx.rollout.episodes.kept).
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlx.config.errors import ConfigError, one_line
-from rlx.samples.columns import COMPLETIONS, CompletionFile, made_with
-from rlx.storage import checkpoint_catalog
+from rlx.config.errors import one_line
+from rlx.samples.columns import COMPLETIONS, REDONE, CompletionFile
 from rlx.storage.filesystem import Storage, StorageError, retry
-from rlx.types import Episode, KeptEpisode, episode_name
-
-_READ = ("group", "sample", "question", "expected", "token_ids", "episode")
+from rlx.types import KeptEpisode, Notify
 
 
 @dataclass(frozen=True)
-class KeptSteps:
-    """Steps of a run, with their evaluations."""
+class KnownEpisodes:
+    """Where the episodes of steps are that are done again."""
 
-    run: Storage
-    after: int  # this step; -1: all from the evaluation before the first on
+    folder: Storage
+    after: int = -1  # this step; -1: also the evaluation before the first one
     until: int | None = None  # and with this one; None: all
 
     @classmethod
-    def since_checkpoint(cls, run: Storage) -> KeptSteps:
-        """The steps that a run has done since its newest checkpoint, which it does again when it is resumed.
+    def of_steps(cls, run: Storage, after: int, until: int) -> KnownEpisodes:
+        """Those of a run's steps, with their evaluations, after one step and until another one."""
+        return cls(run / COMPLETIONS, after, until)
 
-        Raises:
-            StorageError: the storage does not answer.
-        """
-        found = retry(partial(checkpoint_catalog.complete_checkpoints, run), f"reading {run.path}")
-        return cls(run, found[-1].step if found else -1)
+    @classmethod
+    def before_resume(cls, run: Storage) -> KnownEpisodes:
+        """Those of the steps that a resumed run does again, once `writer.discard_after` has been called."""
+        return cls(run / REDONE)
 
-    def episodes(self, environment: str, seed: int) -> dict[str, KeptEpisode]:
-        """The episodes of these steps whose environment has not failed, by `episode_name`.
+    def read(self, metadata: Mapping[bytes, bytes], notify: Notify) -> dict[str, KeptEpisode]:
+        """The episodes whose environment has not failed, by `Episode.begun_with`.
 
         Args:
-            environment, seed: see `columns.made_with`; those that were made with others are left out.
-
-        Raises:
-            ConfigError: a file is not what rlx wrote.
-            StorageError: the storage does not answer.
+            metadata: `columns.made_with`; episodes that were made with other settings are left out.
+            notify: is told of files that cannot be read, whose environments are asked again.
         """
-        folder = self.run / COMPLETIONS
-        files = [file for name in retry(folder.names, f"reading {folder.path}") if (file := CompletionFile.of(name))]
         found: dict[str, KeptEpisode] = {}
-        for file in files:
+        try:
+            names = retry(self.folder.names, f"reading {self.folder.path}")
+        except StorageError as error:
+            notify(f"environments are asked again for what they have said before: {error}")
+            return found
+        for file in filter(None, map(CompletionFile.of, names)):
             if self.after < file.step and (self.until is None or file.step <= self.until):
-                found |= _episodes(folder / str(file), made_with(environment, seed))
+                try:
+                    place = self.folder / str(file)
+                    found |= retry(partial(_read_file, place, metadata), f"reading {place.path}")
+                except (StorageError, ValueError, KeyError, TypeError, NotImplementedError) as error:
+                    notify(f"{file} is damaged, environments are asked again for it: {one_line(error, 200)}")
         return found
 
 
-def _episodes(file: Storage, metadata: dict[bytes, bytes]) -> dict[str, KeptEpisode]:
-    try:
-        rows = retry(partial(_rows, file, metadata), f"reading {file.path}")
-        episodes = [Episode.of_json(row["episode"]) for row in rows]
-        return {
-            episode_name(episode.turns[0].version, row["group"], row["sample"]): KeptEpisode(
-                row["question"], row["expected"], tuple(row["token_ids"]), episode
-            )
-            for row, episode in zip(rows, episodes, strict=True)
-            if not episode.failure
-        }
-    except StorageError:
-        raise
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise ConfigError(f"{file.path} is damaged: {one_line(error, 200)}") from None
-
-
-def _rows(file: Storage, metadata: dict[bytes, bytes]) -> list[dict[str, Any]]:
-    """The rows with an episode, of a file with this metadata."""
+def _read_file(file: Storage, metadata: Mapping[bytes, bytes]) -> dict[str, KeptEpisode]:
     with file.filesystem.open_input_file(file.path) as source:
         parquet = pq.ParquetFile(source)
         if not metadata.items() <= (parquet.schema_arrow.metadata or {}).items():
-            return []
-        return [row for row in parquet.read(columns=list(_READ)).to_pylist() if row["episode"]]
+            return {}
+        table = parquet.read(columns=["token_ids", "episode"])
+    found = {}
+    for row, text in enumerate(table["episode"].to_pylist()):
+        given: dict[str, Any] = json.loads(text) if text else {}
+        if given.get("begun_with") and not given["failure"]:
+            found[given["begun_with"]] = KeptEpisode(_tokens(table["token_ids"][row]), text)
+    return found
+
+
+def _tokens(ids: pa.ListScalar) -> Sequence[int]:
+    """The token ids of a completion, as an array of four bytes each."""
+    numbers: Sequence[int] = ids.values.to_numpy().copy()
+    return numbers

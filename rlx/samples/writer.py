@@ -10,7 +10,8 @@ import copy
 import shutil
 import threading
 from collections import deque
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,12 @@ import pyarrow.parquet as pq
 from rlx.config.errors import one_line
 from rlx.samples.columns import (
     COMPLETIONS,
+    REDONE,
     CompletionFile,
     Kind,
     StepCompletions,
     as_table,
     is_kept,
-    made_with,
 )
 from rlx.samples.evaluations import EVALUATIONS, EvaluationFile
 from rlx.samples.token_texts import TokenTexts
@@ -48,7 +49,7 @@ class Keeping:
     seed: int
     rank: int  # among those that have completions of their own
     ranks: int
-    environment: str = ""  # `EnvironmentConfig.identity`; empty: there is none
+    metadata: Mapping[bytes, bytes] = field(default_factory=dict)  # of its files, see `made_with`
 
     def part(self, step: StepCompletions) -> StepCompletions:
         """The completions of the prompts that are kept. Each evaluation keeps the same prompts."""
@@ -135,8 +136,7 @@ class CompletionWriter:
         """
         name = CompletionFile(step.step, step.kind, self.keeping.rank, self.keeping.ranks)
         file = self.folder / str(name)
-        table = as_table(step, texts).replace_schema_metadata(made_with(self.keeping.environment, self.keeping.seed))
-        content = as_bytes(table)
+        content = as_bytes(as_table(step, texts).replace_schema_metadata(dict(self.keeping.metadata)))
         check_reserve(self.folder, len(content))
         retry(partial(write_bytes, file, content), f"writing {file.path}")
 
@@ -152,19 +152,42 @@ class CompletionWriter:
             self._notify(f"completions are kept again; those of {len(set(self.lost))} steps are missing")
 
 
-def discard_after(run: Storage, step: int, notify: Notify) -> None:
-    """Deletes what a killed run has left of steps after the checkpoint that it continues from.
+def discard_after(run: Storage, step: int, notify: Notify, sets_aside: bool = False) -> None:
+    """Takes away what a killed run has left of steps after the checkpoint that it continues from.
 
     The steps are done again, perhaps on another number of ranks, whose files have other names.
+
+    Args:
+        sets_aside: completions go to the folder `REDONE`, also for a resume of the resume; else they are deleted.
     """
     for folder, file_of in ((run / COMPLETIONS, CompletionFile.of), (run / EVALUATIONS, EvaluationFile.of)):
         try:
             for name in retry(folder.names, f"reading {folder.path}"):
                 file = file_of(name)
-                if name.endswith(".part") or (file and file.step > step):
+                if sets_aside and isinstance(file, CompletionFile) and file.step > step:
+                    retry(partial(_move, folder / name, run / REDONE), f"moving {name}")
+                elif name.endswith(".part") or (file and file.step > step):
                     retry((folder / name).delete, f"deleting {name}")
         except StorageError as error:
             notify(f"{folder.name} of steps after {step} are left from before: {error}")
+    if sets_aside:
+        _forget_before(run / REDONE, step, notify)
+
+
+def _move(file: Storage, folder: Storage) -> None:
+    file.filesystem.create_dir(folder.path)
+    file.filesystem.move(file.path, (folder / file.name).path)
+
+
+def _forget_before(redone: Storage, step: int, notify: Notify) -> None:
+    """Deletes what was set aside of steps that a checkpoint has since."""
+    try:
+        for name in retry(redone.names, f"reading {redone.path}"):
+            file = CompletionFile.of(name)
+            if file and file.step <= step:
+                retry((redone / name).delete, f"deleting {name}")
+    except StorageError as error:
+        notify(f"{redone.name}: {error}")
 
 
 def as_bytes(table: pa.Table) -> bytes:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from episode_cases import CHATML, byte_tokenizer, pool_of, saying
@@ -13,7 +13,7 @@ from rlx.rollout.episodes.dialogue import Dialogue
 from rlx.rollout.episodes.episode import EpisodeLimits
 from rlx.rollout.episodes.kept import KeptEnvironments
 from rlx.rollout.episodes.player import Drawn, Environments, Player
-from rlx.types import Completion, KeptEpisode, Prompt, Sampling, TaskRow, episode_name
+from rlx.types import Completion, KeptEpisode, Prompt, Sampling, TaskRow
 
 TOKENIZER = byte_tokenizer(CHATML)
 SAMPLING = Sampling(1.0, 1.0, -1, 200, (0,))
@@ -54,26 +54,30 @@ def other_from(turn: int) -> Callable[[Request], str]:
     return lambda request: words(request) + "!" * (int(words(request)[1:]) >= turn)
 
 
-def played(environments: Environments, says: Callable[[Request], str] = words, version: int = STEP) -> list[Completion]:
+def played(
+    environments: Environments,
+    says: Callable[[Request], str] = words,
+    version: int = STEP,
+    step: int = STEP,
+    prompts: Sequence[Prompt] = PROMPTS,
+    **more: Any,
+) -> list[Completion]:
     answer = saying(TOKENIZER, says)
 
     async def draw(request: Request, engine: int | None) -> Drawn:
         return Drawn(answer(request), version, 0, 0.0)
 
-    player = Player(draw, environments, Dialogue(TOKENIZER), EpisodeLimits(max_turns=3), run_seed=5)
-    pending = player.begin(PROMPTS, [SAMPLING], STEP)
+    player = Player(draw, environments, Dialogue(TOKENIZER), EpisodeLimits(max_turns=3), run_seed=5, **more)
+    pending = player.begin(prompts, [SAMPLING], step)
     player.finish(pending)
     player.loop.close()
     return pending.completions
 
 
 def kept(completions: Sequence[Completion], environments: EnvironmentPool) -> KeptEnvironments:
-    found = {}
-    for each in completions:
-        assert each.episode
-        name = episode_name(STEP, each.prompt.id, each.sample)
-        found[name] = KeptEpisode(each.prompt.question, each.prompt.answer, each.token_ids, each.episode)
-    return KeptEnvironments(environments, found, Dialogue(TOKENIZER))
+    episodes = [(each.episode, each.token_ids) for each in completions if each.episode]
+    found = {own.begun_with: KeptEpisode(ids, own.as_json()) for own, ids in episodes}
+    return KeptEnvironments(environments, lambda: found, Dialogue(TOKENIZER))
 
 
 def noted_pool(ends: int) -> EnvironmentPool:
@@ -114,11 +118,53 @@ def test_turns_of_other_weights_are_asked_for() -> None:
     assert Noted.calls
 
 
-def test_an_episode_of_another_question_is_not_taken() -> None:
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"step": STEP + 1},
+        {"prompts": [replace(each, question="z") for each in PROMPTS]},
+        {"prompts": [replace(each, answer="z") for each in PROMPTS]},
+        {"prompts": [replace(each, messages=({"role": "system", "content": "be brief"},)) for each in PROMPTS]},
+    ],
+    ids=["begun at another step", "question", "answer", "system prompt"],
+)
+def test_an_episode_that_began_with_something_else_is_not_taken(changed: dict[str, Any]) -> None:
+    first, expected = played(noted_pool(2)), played(noted_pool(2), **changed)
+    assert played(kept(first, noted_pool(2)), **changed) == expected
+    assert len([call for call in Noted.calls if "reset" in call]) == 2
+
+
+def test_another_text_of_the_same_length_is_asked_for() -> None:
     first = played(noted_pool(2))
-    moved = [replace(each, prompt=replace(each.prompt, question="z")) for each in first]
-    assert played(kept(moved, noted_pool(2))) == first
-    assert sorted(Noted.calls)[:2] == ["reset x", "reset y"]
+    expected = played(noted_pool(2), lambda request: words(request).replace("2", "x"))
+    again = played(kept(first, noted_pool(2)), lambda request: words(request).replace("2", "x"))
+    assert again == expected and Noted.calls.count("step wx") == 2
+
+
+def test_an_episode_that_is_cut_earlier_is_scored_anew() -> None:
+    first = played(noted_pool(9))
+    environments = kept(first, noted_pool(9))
+    sampling = replace(SAMPLING, max_tokens=len(first[0].token_ids) - 1)
+    answer = saying(TOKENIZER, words)
+
+    async def draw(request: Request, engine: int | None) -> Drawn:
+        return Drawn(answer(request), STEP, 0, 0.0)
+
+    player = Player(draw, environments, Dialogue(TOKENIZER), EpisodeLimits(max_turns=3), run_seed=5)
+    pending = player.begin(PROMPTS, [sampling], STEP)
+    player.finish(pending)
+    player.loop.close()
+    assert Noted.calls.count("score w2") + Noted.calls.count("score w3") == 2
+
+
+def test_answers_that_were_kept_take_no_time_and_those_that_are_asked_are_checked() -> None:
+    first = played(noted_pool(2))
+    slow = [replace(turn, observation=replace(turn.observation, seconds=9.0)) for turn in first[0].episode.turns]  # type: ignore[union-attr]
+    old = [replace(each, episode=replace(each.episode, turns=tuple(slow))) for each in first if each.episode]
+    again = played(kept(old, noted_pool(2)))
+    assert again[0].episode and again[0].episode.seconds == 0.0
+    played(kept(first, noted_pool(2)), other_from(2), checked_share=1.0)
+    assert len([call for call in Noted.calls if "reset" in call]) == 4  # with a second instance each
 
 
 def test_an_environment_that_does_not_repeat_what_it_said_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ replaced. Left out: asking engines and environments (player).
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from dataclasses import dataclass, field, replace
 
@@ -23,7 +24,6 @@ from rlx.types import (
     Turn,
     TurnLength,
     Utterance,
-    episode_name,
 )
 
 _DRAWING = 1_000_000
@@ -49,9 +49,10 @@ class EpisodeSeeds:
     sample: int
 
     @property
-    def name(self) -> str:
-        """See `episode_name`."""
-        return episode_name(self.step, self.prompt.id, self.sample)
+    def digest(self) -> str:
+        """Of all that decides what an environment says to the same actions: the seeds, and the row that it is given."""
+        decisive = (self.run_seed, self.step, self.prompt.id, self.sample, self.prompt.task)
+        return hashlib.blake2b(repr(decisive).encode(), digest_size=12).hexdigest()
 
     @property
     def of_start(self) -> int:
@@ -188,7 +189,8 @@ class OpenEpisode:
         """The episode as a completion."""
         assert self.is_over and self.start is not None
         score = self.final_reward + sum(turn.observation.reward for turn in self.turns)
-        episode = Episode(self.start, tuple(self.turns), tuple(self.contexts), score, self.failure, self.kind)
+        digest, turns, contexts = self.seeds.digest, tuple(self.turns), tuple(self.contexts)
+        episode = Episode(self.start, turns, contexts, score, self.failure, self.kind, digest)
         return Completion(
             prompt=replace(self.seeds.prompt, token_ids=self.opening),
             sample=self.seeds.sample,

@@ -7,41 +7,43 @@ begins, gets the actions so far, and answers from there on. Left out: which epis
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from rlx.rollout.episodes.dialogue import Dialogue
 from rlx.rollout.episodes.player import Environments
-from rlx.types import EnvironmentFailed, KeptEpisode, Observation, TaskRow, TurnLength
+from rlx.types import EnvironmentFailed, Episode, KeptEpisode, Observation, TaskRow, TurnLength
 
 
 @dataclass
 class _Repeated:
     """An open episode that has been as it was kept so far."""
 
-    kept: KeptEpisode
+    token_ids: Sequence[int]  # of the completion that was kept
+    episode: Episode
     beginning: tuple[TaskRow, int, bool]  # what `start` was told
     actions: list[tuple[str, int, int, TurnLength]] = field(default_factory=list)  # what `step` was told
 
     @property
     def answers(self) -> list[Observation]:
         """Of the beginning and of the actions so far."""
-        turns = self.kept.episode.turns[: len(self.actions)]
-        return [self.kept.episode.start, *(turn.observation for turn in turns)]
+        turns = self.episode.turns[: len(self.actions)]
+        return [self.episode.start, *(turn.observation for turn in turns)]
 
     def goes_on_with(self, said: str, version: int, length: TurnLength, dialogue: Dialogue) -> bool:
         """Whether the next turn of the policy is what it was."""
-        turns, number = self.kept.episode.turns, len(self.actions)
+        turns, number = self.episode.turns, len(self.actions)
         if number == len(turns):
             return False
         turn = turns[number]
-        drawn = self.kept.token_ids[turn.start : turn.stop]
+        drawn = self.token_ids[turn.start : turn.stop]
         return (turn.version, len(drawn)) == (version, length.drawn) and dialogue.said(drawn) == said
 
     @property
     def final(self) -> Observation | None:
         """The score after the last turn; None: it ends elsewhere, or rounding has hidden the score in the sum."""
-        episode = self.kept.episode
+        episode = self.episode
         rewards = sum(turn.observation.reward for turn in episode.turns)
         reward = episode.score - rewards
         is_known = len(self.actions) == len(episode.turns) and reward + rewards == episode.score
@@ -53,21 +55,27 @@ class KeptEnvironments:
 
     Args:
         environments: those that are asked.
-        episodes: what was kept, by `episode_name`; none of them has failed.
+        kept: gives what was kept, by `EpisodeSeeds.digest`, without what has failed; called when the first one begins.
         dialogue: of the episodes' thread.
     """
 
-    def __init__(self, environments: Environments, episodes: Mapping[str, KeptEpisode], dialogue: Dialogue) -> None:
-        self._environments, self._episodes, self._dialogue = environments, episodes, dialogue
+    def __init__(
+        self, environments: Environments, kept: Callable[[], MutableMapping[str, KeptEpisode]], dialogue: Dialogue
+    ) -> None:
+        self._environments, self._read, self._dialogue = environments, kept, dialogue
         self._open: dict[str, _Repeated] = {}
+
+    @cached_property
+    def _kept(self) -> MutableMapping[str, KeptEpisode]:
+        return self._read()
 
     async def start(self, key: str, row: TaskRow, seed: int, check: bool = False) -> Observation:
         """See `Environments.start`."""
-        kept = self._episodes.get(key.rpartition(".")[0])
-        if kept is None or (kept.question, kept.expected) != (row.question, row.answer):
+        kept = self._kept.pop(key.rpartition(".")[0], None)  # each begins once, and large ones need memory
+        if kept is None:
             return await self._environments.start(key, row, seed, check)
-        self._open[key] = _Repeated(kept, (row, seed, check))
-        return _untimed(kept.episode.start)
+        repeated = self._open[key] = _Repeated(kept.token_ids, kept.episode, (row, seed, check))
+        return _untimed(repeated.episode.start)
 
     async def step(self, key: str, action: str, seed: int, version: int, length: TurnLength) -> Observation:
         """See `Environments.step`; also fails if the environment does not repeat what it has said before."""

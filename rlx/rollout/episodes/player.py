@@ -46,7 +46,7 @@ class Environments(Protocol):
         """Begins an episode; returns its first messages; raises EnvironmentFailed.
 
         Args:
-            key: its name (`episode_name`), a dot and a number.
+            key: `EpisodeSeeds.digest`, a dot and a number.
             check: a second instance gets the same actions, so that `close` can compare.
         """
         ...
@@ -103,7 +103,7 @@ class Player:
             for number, sampling in enumerate(samplings)
         ]
         pending.open = [
-            OpenEpisode(f"{each.name}.{next(self._count)}", each, sampling, self.limits, self.dialogue)
+            OpenEpisode(f"{each.digest}.{next(self._count)}", each, sampling, self.limits, self.dialogue)
             for each, sampling in seeds
         ]
         self.go_on(pending)

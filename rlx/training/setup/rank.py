@@ -63,7 +63,7 @@ def build_rank(inputs: TrainingInputs) -> tuple[Trainer, RolloutCollector, Check
     checkpointer = Checkpointer(trainer, collector.queue, writer, inputs.reporter.notify, copies, inputs.signature)
     checkpointer.restore()
     if mesh.rank == 0:
-        discard_after(inputs.folder, trainer.step, inputs.reporter.notify)
+        discard_after(inputs.folder, trainer.step, inputs.reporter.notify, sets_aside=bool(config.environment.name))
     return trainer, collector, checkpointer
 
 

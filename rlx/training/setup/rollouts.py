@@ -14,6 +14,7 @@ from rlx.data.stream import PromptStream
 from rlx.mesh import Mesh
 from rlx.models import loading, lora
 from rlx.rollout.base import Engines
+from rlx.samples.columns import made_with
 from rlx.samples.evaluations import OutcomeWriter
 from rlx.samples.writer import CompletionWriter, Keeping
 from rlx.training.collector import RolloutCollector
@@ -62,7 +63,8 @@ def _completion_writer(inputs: TrainingInputs, mesh: Mesh, tokenizer: Any) -> Co
     if share == 0 or not mesh.is_leader:
         return None
     own = inputs.config
-    keeping = Keeping(share, own.seed, mesh.dp_rank, mesh.dp_size, own.environment.identity)
+    metadata = made_with(own.environment, own.data.chat_template_args, own.seed)
+    keeping = Keeping(share, own.seed, mesh.dp_rank, mesh.dp_size, metadata)
     return CompletionWriter(inputs.folder, keeping, tokenizer, inputs.reporter.notify)
 
 
