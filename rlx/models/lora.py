@@ -5,7 +5,7 @@ Left out: sending weights (rollout), writing files (storage, export).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlx.config.errors import ConfigError
+from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.config.sections.model import ALL_LAYERS
 from rlx.types import ShardedWeight
 
@@ -82,19 +82,20 @@ def add_adapters(lm: Any, adapters: Adapters) -> None:
     """Adds trainable adapters to a causal language model in place, and freezes its own weights.
 
     Raises:
-        ConfigError: the targets name no layer, or a layer whose adapters could not be merged for the engines.
+        ConfigError: a target names no linear layer, or a layer whose adapters could not be merged for the engines.
     """
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    targets, setting = list(adapters.targets) or ALL_LAYERS, f"model.lora_targets {', '.join(adapters.targets)}"
+    check_targets(lm, adapters.targets)
+    targets, setting = list(adapters.targets) or ALL_LAYERS, " ".join(("model.lora_targets", *adapters.targets))
     config = LoraConfig(r=adapters.rank, lora_alpha=adapters.alpha, target_modules=targets)  # type: ignore[arg-type]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(adapters.seed)  # the same on every rank
         try:
             inject_adapter_in_model(config, lm, adapter_name=_ADAPTER)
         except ValueError as error:
-            raise ConfigError(f"{setting}: {error}") from None
+            raise ConfigError(f"{setting}: {one_line(error, 200)}") from None
     for name, layer in lm.named_modules():
         if isinstance(layer, BaseTunerLayer) and not isinstance(layer.get_base_layer(), nn.Linear):
             raise ConfigError(f"{setting}: {name} is not a linear layer: engines receive adapters of no other")
@@ -102,3 +103,30 @@ def add_adapters(lm: Any, adapters: Adapters) -> None:
         raise ConfigError(
             f"{setting}: the output layer is tied to the embedding: engines would not receive its adapters"
         )
+
+
+def check_targets(lm: nn.Module, targets: Sequence[str]) -> None:
+    """Raises ConfigError for a name that is not the end of the names of linear layers; peft drops it if others match.
+
+    The model's weights are not read: they may be on the meta device.
+    """
+    for target in targets:
+        if target == ALL_LAYERS:
+            raise ConfigError(f"model.lora_targets {target}: leave the setting empty for all but the output layer")
+        named = {name: module for name, module in lm.named_modules() if f".{name}".endswith(f".{target}")}
+        others = [name for name, module in named.items() if not isinstance(module, nn.Linear)]
+        if others:
+            kind = type(named[others[0]]).__name__
+            raise ConfigError(
+                f"model.lora_targets {target}: {others[0]} is no linear layer but {kind}: engines receive adapters of "
+                "no other"
+            )
+        if not named:
+            hint = nearest(target, _linear_names(lm, parts=target.count(".") + 1))
+            raise ConfigError(f"model.lora_targets {target}: no linear layer of the model is called that{hint}")
+
+
+def _linear_names(lm: nn.Module, parts: int) -> list[str]:
+    """The last parts of the names of all linear layers."""
+    names = [name.split(".") for name, module in lm.named_modules() if isinstance(module, nn.Linear)]
+    return sorted({".".join(name[-parts:]) for name in names})

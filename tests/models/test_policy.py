@@ -164,10 +164,25 @@ def test_adapters_begin_alike_on_every_rank_and_follow_their_seed(tiny_model: Pa
     assert all(torch.equal(one[name], again[name]) and not torch.equal(one[name], other[name]) for name in one)
 
 
-def test_layers_that_are_not_there_are_refused(tiny_model: Path) -> None:
-    adapters = lora.Adapters(rank=2, alpha=4.0, targets=("query",), seed=0)
-    with pytest.raises(ConfigError, match=r"model\.lora_targets query: "):
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (("query",), "query: no linear layer of the model is called that"),
+        (("q_proj", "v_prj"), "v_prj: no linear layer of the model is called that; nearest: v_proj"),
+        (("self_attn.q_prj",), "self_attn.q_prj: no linear layer of the model is called that; nearest: self_attn.q_proj"),
+        (("all-linear",), "all-linear: leave the setting empty for all but the output layer"),
+        (
+            ("q_proj", "self_attn"),
+            "self_attn: model.layers.0.self_attn is no linear layer but LlamaAttention: engines receive adapters of no "
+            "other",
+        ),
+    ],
+)
+def test_each_target_is_a_linear_layer(targets: tuple[str, ...], said: str, tiny_model: Path) -> None:
+    adapters = lora.Adapters(rank=2, alpha=4.0, targets=targets, seed=0)
+    with pytest.raises(ConfigError) as refused:
         load_policy(str(tiny_model), head=None, adapters=adapters)
+    assert str(refused.value) == f"model.lora_targets {said}"
 
 
 def test_a_normal_value_head_is_small_and_the_same_on_every_rank(tiny_model: Path) -> None:
