@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from rlx.storage.filesystem import Storage
     from rlx.sweeps.records import SweepPlan
 
-
 _LOG = logging.getLogger("rlx")
 
 
@@ -50,9 +49,8 @@ class TrainResult:
 def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> RunConfig:
     """The settings of a YAML file with some of them replaced by dotted key, as the commands read them.
 
-    A config that names no model, or rlx's tiny one, has that model's settings where none are given: those of the
-    default experiment, experiments/configs/arithmetic.yaml. `RunConfig(...)` has the settings' own defaults for any
-    model.
+    A config that names no model, or rlx's tiny one, has that model's settings where none are given: those of
+    experiments/configs/arithmetic.yaml. `RunConfig(...)` has the settings' own defaults for any model.
 
     Raises:
         ConfigError: the file cannot be read, a setting is unknown, or a value is not allowed.
@@ -78,8 +76,15 @@ def train(config: RunConfig, *, on_report: OnReport | None = None, quiet: bool =
     """
     from rlx.runs import run_folder
 
+    _check_config(config, "train")
     with run_folder.new_run(config) as (config, folder):
         return _run(config, folder, resume=False, on_report=on_report, quiet=quiet)
+
+
+def _check_config(config: object, function: str) -> None:
+    if not isinstance(config, RunConfig):
+        what = "what rlx.load_config(FILE, overrides=...) returns"
+        raise ConfigError(f"{function}: expected {what}, not {type(config).__name__}")
 
 
 def resume(
@@ -199,8 +204,7 @@ def tuner(
         options: see `SweepOptions`.
 
     Raises:
-        ConfigError: an option has a wrong value, the space and the options do not go together, the name of the sweep is
-            taken, or the cluster has no room for a trial.
+        ConfigError: an argument is wrong or does not go with the others, the name is taken, or no trial has room.
     """
     from rlx.cluster import connection
     from rlx.runs import preflight
@@ -211,6 +215,7 @@ def tuner(
     from rlx.sweeps.records import refuse_existing
     from rlx.sweeps.tuner import make_tuner
 
+    _check_config(config, "tuner")
     _check_options(options)
     if not isinstance(space, Mapping | str | Path):
         raise ConfigError(f"space {space!r:.40}: give domains by dotted key, or a Python file with a function space()")

@@ -119,6 +119,15 @@ def test_runs_that_cannot_begin_or_go_on_are_refused(tmp_path: Path) -> None:
         rlx.train(rlx.load_config(None, {"storage": str(tmp_path), "name": "mine"}))
 
 
+@pytest.mark.parametrize(("config", "kind"), [("nope.yaml", "str"), ({"train": {}}, "dict"), (None, "NoneType")])
+def test_what_is_no_config_is_refused(config: Any, kind: str) -> None:
+    said = rf"expected what rlx\.load_config\(FILE, overrides=\.\.\.\) returns, not {kind}$"
+    with pytest.raises(rlx.ConfigError, match=f"^train: {said}"):
+        rlx.train(config)
+    with pytest.raises(rlx.ConfigError, match=f"^tuner: {said}"):
+        rlx.tuner(config, space=SPACE)
+
+
 @pytest.mark.slow
 def test_a_reward_that_fails_before_the_start_leaves_its_details_in_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
