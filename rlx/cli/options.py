@@ -239,7 +239,14 @@ def _meant(name: str, known: Sequence[str]) -> str:
     if elsewhere := _elsewhere(word, known):
         return elsewhere
     options = [option for option in known if option.endswith(f".{word}")]
-    return f"; here it is {options[0]}" if len(options) == 1 else nearest(name, known)
+    if len(options) == 1:
+        return f"; here it is {options[0]}"
+    # Without the dashes, which all options share and which make short words alike; and without sections, as the word.
+    names = {option.removeprefix("--"): option for option in known}
+    if "." not in word:
+        names = {name.rpartition(".")[2]: option for name, option in names.items()} | names
+    found = nearest(word, list(names)).removeprefix("; nearest: ")
+    return f"; nearest: {names[found]}" if found else ""
 
 
 def _elsewhere(name: str, known: Sequence[str]) -> str:

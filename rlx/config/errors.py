@@ -108,7 +108,7 @@ _CALLED = {
     "model.path": "model model_name model_path model_name_or_path pretrain sft_model_path",
     "model.critic_path": "critic_pretrain value_model_path critic.model.path",
     "model.reference_path": "ref_model ref_model_path reference_model ref.model.path teacher_model_name_or_path",
-    "model.lora_rank": "lora_r",
+    "model.lora_rank": "lora_r lora use_lora use_peft",
     "model.lora_targets": "lora_target_modules target_modules",
     "model.dtype": "torch_dtype",
     "model.dtype (bfloat16)": "bf16",
@@ -146,7 +146,7 @@ _CALLED = {
     "checkpoint.async_save": "checkpoint.beside",
     "checkpoint.init_from": "checkpoint.start_from",
     "checkpoint.init_state": "checkpoint.start_with",
-    "tracking.backends": "report_to logger log_with use_wandb use_tensorboard",
+    "tracking.backends": "report_to logger log_with use_wandb use_tensorboard wandb tensorboard",
     "tracking.experiment": "project_name wandb_project",
     "tracking.uri": "tracking_uri",
     "tracking.samples": "log_val_generations num_completions_to_print",
@@ -154,7 +154,7 @@ _CALLED = {
     "name": "run_name exp_name wandb_run_name trainer.experiment_name",
     "resume (a run's name)": "resume_from_checkpoint resume_from_path resume_mode load_checkpoint",
     # machines
-    "scaling.num_workers": "num_gpus num_processes num_learners",
+    "scaling.num_workers": "num_gpus n_gpus gpus num_processes num_learners",
     "scaling.num_workers (workers of all nodes)": "n_gpus_per_node nproc_per_node actor_num_gpus_per_node nnodes "
     "num_nodes actor_num_nodes",
     "scaling.resources_per_worker": "resources_per_trial",

@@ -112,7 +112,13 @@ def test_another_exit_keeps_its_code(tmp_path: Path) -> None:
         ("--kl-coef", "; here it is --algorithm.kl-coef"),
         ("--temperature", "; here it is --rollout.temperature"),
         ("--train.learning-rate", "; here it is --train.actor-lr"),
+        ("--lora", "; here it is --model.lora-rank"),
+        ("--gpus", "; here it is --scaling.num-workers"),
+        ("--wandb", "; here it is --tracking.backends"),
         ("--train.step", "; nearest: --train.steps"),
+        ("--stps", "; nearest: --train.steps"),
+        ("--seeed", "; nearest: --seed"),
+        ("--rust", ""),  # nothing is alike but the dashes
         ("--zzzzzz", ""),
     ],
 )
