@@ -25,6 +25,11 @@ _CHECKPOINT_BYTES, _AVERAGE_BYTES = 12, 4  # of each number, in float32: with Ad
 _PLAIN_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1, "lm_head_multiplier": 1}
 """what Gemma 2, Cohere, Granite and Falcon H1 call a change of their logits, and the value that changes nothing"""
 
+_ADAPTERS = (
+    "adapters of peft; rlx export without --adapter, or peft's merge_and_unload, makes a model; --from RUN continues "
+    "adapters"
+)
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -63,6 +68,8 @@ def is_model_folder(path: str, setting: str) -> bool:
         raise ConfigError(f"{setting} {path or 'is empty'}: expected the folder of a model, or its name on the hub")
     if folder.is_dir():
         if not (folder / "config.json").is_file():
+            if (folder / "adapter_config.json").is_file():
+                raise ConfigError(f"{setting} {path}: {_ADAPTERS}")
             raise ConfigError(f"{setting} {path}: not a Hugging Face model, it has no config.json")
         return True
     if path.startswith((".", "/", "~")) or path.count("/") > 1:

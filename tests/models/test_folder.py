@@ -79,3 +79,13 @@ def test_a_folder_called_as_an_organisation_hides_no_name_on_the_hub(
     for path in ("./Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5/0.5B"):
         with pytest.raises(ConfigError, match="no such folder"):
             is_model_folder(path, "model.path")
+
+
+def test_a_folder_of_adapters_is_named_as_that(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        ConfigError, match=rf"^model\.path {tmp_path}: adapters of peft; rlx export without --adapter, or"
+    ):
+        is_model_folder(str(tmp_path), "model.path")
+    (tmp_path / "config.json").write_text("{}")
+    assert is_model_folder(str(tmp_path), "model.path")
