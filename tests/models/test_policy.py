@@ -169,7 +169,10 @@ def test_adapters_begin_alike_on_every_rank_and_follow_their_seed(tiny_model: Pa
     [
         (("query",), "query: no linear layer of the model is called that"),
         (("q_proj", "v_prj"), "v_prj: no linear layer of the model is called that; nearest: v_proj"),
-        (("self_attn.q_prj",), "self_attn.q_prj: no linear layer of the model is called that; nearest: self_attn.q_proj"),
+        (
+            ("self_attn.q_prj",),
+            "self_attn.q_prj: no linear layer of the model is called that; nearest: self_attn.q_proj",
+        ),
         (("all-linear",), "all-linear: leave the setting empty for all but the output layer"),
         (
             ("q_proj", "self_attn"),
