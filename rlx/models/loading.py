@@ -23,10 +23,11 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlx.config.errors import ConfigError
+from rlx.config.errors import ConfigError, one_line
+from rlx.config.sections.model import ModelConfig
 from rlx.models.fsdp import decoder_layers
 from rlx.models.logprobs import score_logits
-from rlx.models.lora import Adapters, add_adapters
+from rlx.models.lora import Adapters, add_adapters, check_targets
 from rlx.models.policy import Critic, Policy
 
 Precision = torch.dtype | Literal["auto"]
@@ -62,6 +63,17 @@ def load_policy(
     if adapters:
         add_adapters(lm, adapters)
     return policy
+
+
+def check_adapted_layers(path: str, model: ModelConfig) -> None:
+    """Raises ConfigError if the model in `path` lacks the layers of model.lora_targets; its weights are not read."""
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        with torch.device("meta"):
+            lm = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path {path}: {one_line(error, 200)}") from None
+    check_targets(lm, model.lora_targets)
 
 
 def end_tokens(path: str, tokenizer: Any, trust_remote_code: bool = False) -> tuple[int, ...]:

@@ -294,11 +294,8 @@ def check_model(config: RunConfig, path: str) -> None:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_tokens = {needed}, but {path} has {shape.positions} positions"
         )
-    split = config.rollout.tensor_parallel
-    if shape.heads and shape.heads % split:
-        raise ConfigError(
-            f"rollout.tensor_parallel {split} does not divide the {shape.heads} attention heads of {path}"
-        )
+    if shape.heads and shape.heads % (tp := config.rollout.tensor_parallel):
+        raise ConfigError(f"rollout.tensor_parallel {tp} does not divide the {shape.heads} attention heads of {path}")
     check_model_files(path, "model.path")
     size = checkpoint_bytes(path, config.model, config.train, config.resolved_critic)
     check_disk(size, config.storage, config.ray_address)
@@ -308,6 +305,10 @@ def check_model(config: RunConfig, path: str) -> None:
         _check_companion(path, other, setting, needed)
         if config.parallel.neighbours > 1 and is_model_folder(other, setting):
             _check_layers(other, config.parallel, config.model.trust_remote_code, setting)
+    if config.model.lora_targets:
+        from rlx.models.loading import check_adapted_layers
+
+        check_adapted_layers(path, config.model)
 
 
 def companions(model: ModelConfig) -> dict[str, str]:

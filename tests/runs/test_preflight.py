@@ -33,6 +33,16 @@ def test_a_model_must_be_divisible_by_the_gpus_that_it_is_split_over(tmp_path: P
         preflight.check_model(from_tree(with_overrides({}, split)), str(tmp_path))
 
 
+def test_targets_of_adapters_are_looked_for_before_anything_starts(tiny_model: Path) -> None:
+    def check(*targets: str) -> None:
+        given = {"model.path": str(tiny_model), "model.lora_rank": 2, "model.lora_targets": targets}
+        preflight.check_model(from_tree(with_overrides({}, given | {"data.max_prompt_tokens": 16})), str(tiny_model))
+
+    check("q_proj", "mlp.up_proj")
+    with pytest.raises(ConfigError, match=r"^model\.lora_targets v_prj: no linear layer .*; nearest: v_proj$"):
+        check("q_proj", "v_prj")
+
+
 @pytest.mark.parametrize("setting", ["data.source", "data.ptx_source", "eval.source"])
 def test_a_missing_prompt_file_is_refused_before_a_model_is_created(setting: str, tmp_path: Path) -> None:
     (tmp_path / "there.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}')
