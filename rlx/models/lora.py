@@ -118,7 +118,7 @@ def check_targets(lm: nn.Module, targets: Sequence[str]) -> None:
         if others:
             kind = type(named[others[0]]).__name__
             raise ConfigError(
-                f"model.lora_targets {target}: {others[0]} is no linear layer but {kind}: engines receive adapters of "
+                f"model.lora_targets {target}: {others[0]} is not a linear layer but {kind}: engines receive adapters of "
                 "no other"
             )
         if not named:
