@@ -116,11 +116,8 @@ def check_targets(lm: nn.Module, targets: Sequence[str]) -> None:
         named = {name: module for name, module in lm.named_modules() if f".{name}".endswith(f".{target}")}
         others = [name for name, module in named.items() if not isinstance(module, nn.Linear)]
         if others:
-            kind = type(named[others[0]]).__name__
-            raise ConfigError(
-                f"model.lora_targets {target}: {others[0]} is not a linear layer but {kind}: engines receive adapters of "
-                "no other"
-            )
+            said = f"{others[0]} is not a linear layer but {type(named[others[0]]).__name__}"
+            raise ConfigError(f"model.lora_targets {target}: {said}: engines receive adapters of no other")
         if not named:
             hint = nearest(target, _linear_names(lm, parts=target.count(".") + 1))
             raise ConfigError(f"model.lora_targets {target}: no linear layer of the model is called that{hint}")

@@ -176,8 +176,8 @@ def test_adapters_begin_alike_on_every_rank_and_follow_their_seed(tiny_model: Pa
         (("all-linear",), "all-linear: leave the setting empty for all but the output layer"),
         (
             ("q_proj", "self_attn"),
-            "self_attn: model.layers.0.self_attn is not a linear layer but LlamaAttention: engines receive adapters of no "
-            "other",
+            "self_attn: model.layers.0.self_attn is not a linear layer but LlamaAttention: "
+            "engines receive adapters of no other",
         ),
     ],
 )
