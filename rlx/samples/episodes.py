@@ -5,11 +5,9 @@ Left out: what is made of them (rlx.rollout.episodes.kept).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,7 +15,7 @@ import pyarrow.parquet as pq
 from rlx.config.errors import one_line
 from rlx.samples.columns import COMPLETIONS, REDONE, CompletionFile
 from rlx.storage.filesystem import Storage, StorageError, retry
-from rlx.types import KeptEpisode, Notify
+from rlx.types import Episode, KeptEpisode, Notify
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class KnownEpisodes:
                 try:
                     place = self.folder / str(file)
                     found |= retry(partial(_read_file, place, metadata), f"reading {place.path}")
-                except (StorageError, ValueError, KeyError, TypeError, NotImplementedError) as error:
+                except (StorageError, ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
                     notify(f"{file} is damaged, environments are asked again for it: {one_line(error, 200)}")
         return found
 
@@ -69,9 +67,9 @@ def _read_file(file: Storage, metadata: Mapping[bytes, bytes]) -> dict[str, Kept
         table = parquet.read(columns=["token_ids", "episode"])
     found = {}
     for row, text in enumerate(table["episode"].to_pylist()):
-        given: dict[str, Any] = json.loads(text) if text else {}
-        if given.get("begun_with") and not given["failure"]:
-            found[given["begun_with"]] = KeptEpisode(_tokens(table["token_ids"][row]), text)
+        episode = Episode.of_json(text) if text else None  # read whole, so that damage is found here
+        if episode and episode.begun_with and not episode.failure:
+            found[episode.begun_with] = KeptEpisode(_tokens(table["token_ids"][row]), text)
     return found
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from sample_cases import Letters, scored
 
@@ -94,3 +96,14 @@ def test_a_damaged_file_is_named_and_the_others_are_read(tmp_path: Path, damage:
     found = KnownEpisodes.of_steps(run, 0, 3).read(GAME, told.append)
     assert sorted(found) == ["e0"] and len(told) == 1
     assert told[0].startswith("step_000002-00000-of-00001.parquet is damaged, environments are asked again for it: ")
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"turns": 1, "start": 2, "contexts": []}', "not JSON"])
+def test_an_episode_that_is_none_is_named_before_it_is_played(tmp_path: Path, text: str) -> None:
+    run, told = written(tmp_path), list[str]()
+    file = tmp_path / "completions" / "step_000001-00000-of-00001.parquet"
+    table = pq.read_table(file)
+    broken = pa.array([text] * len(table), pa.string())
+    pq.write_table(table.set_column(table.column_names.index("episode"), "episode", broken), file)
+    assert sorted(KnownEpisodes.of_steps(run, 0, 3).read(GAME, told.append)) == ["e0", "e2"]
+    assert len(told) == 1 and told[0].startswith(f"{file.name} is damaged, ")
