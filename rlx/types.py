@@ -53,6 +53,11 @@ class EnvironmentFailed(RuntimeError):
         super().__init__(failure)
         self.kind = kind
 
+    @classmethod
+    def unrepeatable(cls) -> EnvironmentFailed:
+        """It has answered the same actions in two ways."""
+        return cls("it answers differently when its actions are repeated", "unrepeatable")
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

@@ -15,7 +15,7 @@ import typing
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from rlx.config.errors import ConfigError, called_here, nearest
+from rlx.config.errors import ConfigError, called_here, most_similar, nearest
 from rlx.config.loading import parse_yaml
 from rlx.config.run import RunConfig, is_setting, sections, settings
 from rlx.config.sections.base import flatten
@@ -245,7 +245,7 @@ def _meant(name: str, known: Sequence[str]) -> str:
     names = {option.removeprefix("--"): option for option in known}
     if "." not in word:
         names = {name.rpartition(".")[2]: option for name, option in names.items()} | names
-    found = nearest(word, list(names)).removeprefix("; nearest: ")
+    found = most_similar(word, list(names))
     return f"; nearest: {names[found]}" if found else ""
 
 

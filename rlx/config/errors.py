@@ -194,8 +194,13 @@ def printable(text: str) -> str:
 
 def nearest(word: str, choices: Sequence[str]) -> str:
     """A hint for a mistyped word: "; nearest: X", or an empty text when no choice is similar."""
-    similar = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
-    return f"; nearest: {similar[0]}" if similar else ""
+    similar = most_similar(word, choices)
+    return f"; nearest: {similar}" if similar else ""
+
+
+def most_similar(word: str, choices: Sequence[str]) -> str:
+    """The choice that a mistyped word is most like; empty when none is similar."""
+    return next(iter(difflib.get_close_matches(word, choices, n=1, cutoff=0.6)), "")
 
 
 def meant(name: str, known: Sequence[str]) -> str:

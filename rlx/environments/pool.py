@@ -269,7 +269,7 @@ class EnvironmentPool:
             if failed:
                 return replace(failed, failure=f"{failed.failure}, when its actions were repeated")
             if not same:
-                raise EnvironmentFailed("it answers differently when its actions are repeated", "unrepeatable")
+                raise EnvironmentFailed.unrepeatable()
             record.life, record.is_whole = life, True
         reply: Reply = await self.hosts[record.host].call(method, key, *args)
         if not reply.is_unknown:

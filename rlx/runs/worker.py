@@ -356,7 +356,7 @@ class Connections:
         spec, config = self.job.spec, self.config
         known = spec.known_episodes or KnownEpisodes.before_resume(spec.folder)
         metadata = made_with(config.environment, config.data.chat_template_args, config.seed)
-        return dict(known.read(metadata, self.job.notify))
+        return known.read(metadata, self.job.notify)
 
     def scorers(self, mesh: Mesh) -> dict[str, Scorer]:
         """The scorers that are not functions of this process, once reward models are loaded."""

@@ -173,10 +173,10 @@ def build_batch(scored: Sequence[ScoredCompletion], pad_id: int, mask_truncated:
     )
 
 
-def _drawn_mask(completion: Completion) -> Sequence[float]:
+def _drawn_mask(completion: Completion) -> np.ndarray:
     if completion.episode is None:
-        return (1.0,) * len(completion.token_ids)
-    return [float(drawn) for drawn in completion.drawn]
+        return np.ones(len(completion.token_ids), np.float32)
+    return np.array(completion.drawn, np.float32)
 
 
 def _reported_logprobs(completion: Completion) -> Sequence[float]:
@@ -211,7 +211,7 @@ def pad_to(batch: B, length: int, width: int) -> B:
     return replace(batch, **columns)
 
 
-def _padded(rows: Sequence[Sequence[float]], value: float) -> Tensor:
+def _padded(rows: Sequence[Sequence[float] | np.ndarray], value: float) -> Tensor:
     """`[B, longest]` int64 or float32, as `value` is. Numpy reads Python's numbers in a fifth of the time of torch."""
     dtype = np.float32 if isinstance(value, float) else np.int64
     grid = np.full((len(rows), max(map(len, rows))), value, dtype)

@@ -256,8 +256,9 @@ def _of_kl(trainer: Trainer, batch: Experience, kl_sums: Sums) -> Updates:
 
 
 def _of_policy(trainer: Trainer, batch: Experience, stats: UpdateStats) -> Updates:
-    mask, sums = batch.loss_mask.bool(), stats.losses.sums
-    updates: Updates = {"policy/entropy": (Mean, batch.entropy[mask]), **_spread("advantage", batch.advantages[mask])}
+    drawn, trained, sums = batch.mask.bool(), batch.loss_mask.bool(), stats.losses.sums
+    entropy = {"policy/entropy": (Mean, batch.entropy[drawn])}
+    updates: Updates = {**entropy, **_spread("advantage", batch.advantages[trained])}
     if not stats.policy_learned:
         return updates
     updates |= {name: (Ratio, sums[name], stats.losses.tokens) for name in _PER_TOKEN if name in sums}

@@ -107,7 +107,7 @@ class KeptEnvironments:
         for action in repeated.actions:
             answers.append(await self._environments.step(key, *action))
         if answers != repeated.answers:
-            raise EnvironmentFailed("it answers differently when its actions are repeated", "unrepeatable")
+            raise EnvironmentFailed.unrepeatable()
 
 
 def _untimed(kept: Observation) -> Observation:

@@ -153,7 +153,7 @@ class Player:
             return
         check = not episode.failure and episode.seeds.is_among(self.checked_share)
         if not await self.environments.close(episode.key, check):
-            episode.fail(EnvironmentFailed("it answers differently when its actions are repeated", "unrepeatable"))
+            episode.fail(EnvironmentFailed.unrepeatable())
 
     async def _start(self, episode: OpenEpisode) -> None:
         seeds, check = episode.seeds, episode.seeds.is_among(self.checked_share)
