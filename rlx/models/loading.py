@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -204,9 +205,34 @@ def compile_layers(model: nn.Module) -> None:
     # All layers of policy, critic and reference share the code of one function: with and without gradients, ...
     torch._dynamo.config.recompile_limit = 32
     for layer in decoder_layers(model):
-        layer.forward = torch.compile(layer.forward, dynamic=True)  # `layer.compile` would include the hooks of FSDP
+        layer.forward = _for_any_shape(torch.compile(layer.forward))  # `layer.compile` would include the hooks of FSDP
     if isinstance(model, Policy):
         model.logit_scorer = torch.compile(score_logits)
+
+
+def _for_any_shape(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled function that takes tensors of any shape from its first call on.
+
+    With `dynamic=True` the numbers that FSDP's modules hold, such as the size of a head, would be unknown to it too, and
+    rotary embeddings take ten times as long then.
+    """
+
+    def run(*given: Any, **named: Any) -> Any:
+        for tensor in _tensors((given, named)):
+            for dim in range(tensor.ndim):
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        return compiled(*given, **named)
+
+    return run
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in tuples, lists and dicts, however deep."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each)
 
 
 def can_compile() -> bool:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 CHUNK = 2**27
-"""float32 logits that are computed at a time, or as many bytes of another type: 512 MiB; `score_logits` takes copies"""
+"""float32 logits that are computed at a time, or as many bytes of another type: 512 MiB; `score_logits` takes copies,
+and `kernel_scores`, which takes none, an eighth of what may be stored if that is more"""
 STORED_LOGITS = 2**30
 """float32 logits, or as many bytes, that may be stored for the backward pass, which then does not compute them again"""
 
@@ -140,7 +141,7 @@ def token_logprobs(
     kernel = replaced and runs_kernels(hidden.device)
     scorer, vocabulary = kernel_scores if kernel else logit_scorer, head.weight.shape[0]
     width = hidden.element_size() if kernel else 4  # bytes per logit of what is computed at a time
-    size = max(1, 4 * CHUNK // (width * vocabulary))
+    size = max(1, 4 * (max(CHUNK, stored_logits // 8) if kernel else CHUNK) // (width * vocabulary))
 
     def scored(states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         return scorer(head(states), tokens, temperature, entropy)

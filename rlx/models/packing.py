@@ -41,7 +41,7 @@ class Packing(NamedTuple):
     queries: Tensor  # [S + 1] int32, where segments begin in the row, and P
     keys: Tensor  # [S + 1] int32, where the keys of segments begin, and K
     key_index: Tensor | None  # [K] int64, the place in the row of each key; None: the keys are those of the row
-    longest_queries: int
+    longest_queries: int  # at least as many as any segment has; a power of two, so that compiled layers see few of them
     longest_keys: int
     sharing: Sharing = UNSHARED  # how neighbours share the tokens while a model runs
 
@@ -82,8 +82,8 @@ def pack_row(
         queries=_cumulative(length).to(ids.device),
         keys=_cumulative(keys).to(ids.device),
         key_index=_key_index(start, keys, prompt, place).to(ids.device) if start.any() else None,
-        longest_queries=int(length.max()),
-        longest_keys=int(keys.max()),
+        longest_queries=_power_of_two(int(length.max())),
+        longest_keys=_power_of_two(int(keys.max())),
     )
 
 
@@ -121,6 +121,10 @@ def _segments(
                 segments.append(_Segment(row * width + length, length, responses[row] - 1, prompt, place))
                 place += responses[row] - 1
     return segments, last, first
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 def _cumulative(lengths: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -175,6 +176,23 @@ def test_chunks_and_stored_logits_fill_their_bytes(
     assert max(sizes) == chunk
     assert sum(addresses.values()) == stored
     assert recorder.elements == HIDDEN * VOCABULARY  # the weights, transposed; all logits are more than twice as many
+
+
+def test_chunks_are_an_eighth_of_what_may_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = list[int]()
+
+    def scored(logits: Tensor, *others: Any) -> tuple[Tensor, Tensor | None]:
+        sizes.append(len(logits))
+        return score_logits(logits, *others)
+
+    monkeypatch.setattr(logprobs, "CHUNK", 4 * VOCABULARY)
+    head, (hidden, targets) = HEADS["plain"](), inputs()
+    for kernel, expected in ((True, [16, 16, 5]), (False, [4] * 9 + [1])):
+        monkeypatch.setattr(logprobs, "runs_kernels", lambda device, kernel=kernel: kernel)
+        monkeypatch.setattr(logprobs, "kernel_scores", scored)
+        sizes.clear()
+        token_logprobs(head, hidden, targets, 0.7, False, scored, stored_logits=8 * 16 * VOCABULARY)
+        assert sizes == expected
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def test_a_prompt_stands_once_before_its_responses() -> None:
     assert (row.longest_queries, row.longest_keys) == (2, 4)
     alone = pack_row(ids, prompts, responses, torch.arange(4), index)
     assert alone.key_index is None and torch.equal(alone.queries, alone.keys)
+    assert pack_row(ids, prompts, responses + 1, torch.arange(4), index).longest_keys == 8  # 5 at most
     assert alone.ids.tolist() == [[11, 12, 21, 11, 12, 11, 12, 41, 42, 13, 51]]
 
 

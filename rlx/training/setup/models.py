@@ -88,7 +88,7 @@ class _Loader:
             dtype=self.dtype,
         )
         if device_type == "cuda":
-            policy.stored_logits = spare_numbers(config.scaling)
+            policy.stored_logits = 2 * spare_numbers(config.scaling)
         return policy
 
     def critic(self) -> Critic:
