@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -127,6 +129,25 @@ def broadcast_object(value: T, group: Any = None) -> T:
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(values, src=0, group=group)
     return values[0]
+
+
+def exchange_objects(values: Sequence[T], mesh: Mesh) -> list[T]:
+    """What each replica has for this one, in the order of replicas; a collective call.
+
+    Args:
+        values: what this replica has for each, itself included.
+    """
+    if mesh.dp_size == 1:
+        return list(values)
+    device = mesh.mesh.device_type
+    outgoing = [torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) for value in values]
+    sizes = torch.tensor([len(each) for each in outgoing], device=device)
+    arriving = torch.empty_like(sizes)
+    dist.all_to_all_single(arriving, sizes, group=mesh.replicas)
+    sent, received = sizes.tolist(), arriving.tolist()
+    arrived = torch.empty(sum(received), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(arrived, torch.cat(outgoing).to(device), received, sent, group=mesh.replicas)
+    return [pickle.loads(each.numpy().tobytes()) for each in arrived.cpu().split(received)]
 
 
 # --- sequence parallelism

@@ -16,6 +16,7 @@ from rlx.algorithms import advantages
 from rlx.config.sections.algorithm import AlgorithmConfig
 from rlx.config.sections.rollout import RolloutConfig
 from rlx.config.sections.train import TrainConfig
+from rlx.mesh import Mesh, exchange_objects
 from rlx.rewards.completions import CompletionScorer
 from rlx.rollout.base import Engines
 from rlx.samples.columns import Kind, StepCompletions, TrainedTokens
@@ -33,6 +34,9 @@ class Selection:
     With `filtered` it leaves out groups whose completions are alike: little can be learnt from them. Episodes whose
     environment failed are not compared. Source: dynamic sampling of Yu et al. 2025, DAPO (arXiv 2503.14476), whose
     eq. 11 counts right answers.
+
+    All replicas choose together: the first groups by round and by the order of prompts. Each replica generates every
+    n-th prompt of a round and gets every n-th chosen group, so choice and order do not depend on how many there are.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class Selection:
         greedy: bool,
         immediate: bool = False,
         by_correct: bool = False,
+        mesh: Mesh | None = None,
     ) -> None:
         """Starts empty.
 
@@ -55,17 +60,21 @@ class Selection:
                 their own if its environment failed, so that nothing is learnt from them.
             immediate: `take` gives groups as they come, instead of all at the end.
             by_correct: right answers count, not scores.
+            mesh: of the replicas; None: this one is alone.
         """
         self.wanted, self.samples = wanted, samples
         self.filtered, self.greedy, self.immediate, self.by_correct = filtered, greedy, immediate, by_correct
-        self.candidates: list[ScoredCompletion] = []  # all that were generated to choose from
-        self.taken: list[ScoredCompletion] = []  # those that the step trains on, in their order
+        self.mesh = mesh
+        self.replica, self.replicas = (mesh.dp_rank, mesh.dp_size) if mesh else (0, 1)
+        self.candidates: list[ScoredCompletion] = []  # all that this replica generated to choose from
+        self.taken: list[ScoredCompletion] = []  # those that it trains on, in their order; others may have made them
+        self.left_out: list[ScoredCompletion] = []  # of the candidates, those that no replica trains on
         self.tokens = 0  # response tokens generated for them
         self.varied = 0  # groups whose scores differ
         self.rounds = 0  # rounds of generation so far
         self.seconds = 0.0  # that engines took for them
-        self._kept: list[list[ScoredCompletion]] = []
-        self._left_out: list[list[ScoredCompletion]] = []
+        self._groups: list[list[ScoredCompletion]] = []  # of the candidates
+        self._alike: list[bool] = []  # whether each group is left out while there are others
         self._taken = 0  # groups that `take` has given
 
     def add(self, scored: Sequence[ScoredCompletion]) -> None:
@@ -80,28 +89,51 @@ class Selection:
             counted = [each for each in group if not each.completion.has_failed]
             self.varied += len({each.score for each in counted}) > 1
             compared = {each.is_correct if self.by_correct else each.score for each in counted}
-            (self._left_out if self.filtered and len(compared) <= 1 else self._kept).append(group)
+            self._alike.append(self.filtered and len(compared) <= 1)
+            self._groups.append(group)
             self.candidates += group
         self.tokens += sum(each.completion.num_drawn for each in scored)
 
-    @property
-    def missing(self) -> int:
-        """How many more groups are wanted."""
-        return max(0, self.wanted - len(self._kept))
+    def count_missing(self) -> int:
+        """How many more groups all replicas together want; a collective call."""
+        return max(0, self.wanted * self.replicas - self._alike_of_all().count(False))
 
     def take(self, last: bool = False) -> list[ScoredCompletion]:
-        """The completions to train on that were not taken before.
+        """The completions to train on that were not taken before; with `filtered` a collective call.
 
         Which groups are left out is known at the `last` call only, so earlier calls return none, unless `immediate`. If
         too few groups remain, the last call adds groups that were left out.
         """
         if not (self.immediate or last):
             return []
-        groups = (self._kept + self._left_out)[self._taken : self.wanted]
+        groups = self._share_out() if self.filtered else self._groups[self._taken : self.wanted]
         self._taken += len(groups)
         taken = [each for group in groups for each in group]
         self.taken += taken
         return taken
+
+    def _share_out(self) -> list[list[ScoredCompletion]]:
+        """The chosen groups that this replica gets, wherever they were generated; a collective call."""
+        alike = self._alike_of_all()
+        order = sorted(range(len(alike)), key=alike.__getitem__)
+        chosen = order[: self.wanted * self.replicas]
+        outgoing: list[list[list[ScoredCompletion]]] = [[] for _ in range(self.replicas)]
+        for place, number in enumerate(chosen):
+            if number % self.replicas == self.replica:
+                outgoing[place % self.replicas].append(self._groups[number // self.replicas])
+        others = [number for number in order[len(chosen) :] if number % self.replicas == self.replica]
+        self.left_out = [each for number in others for each in self._groups[number // self.replicas]]
+        arrived = [iter(part) for part in (exchange_objects(outgoing, self.mesh) if self.mesh else outgoing)]
+        return [next(arrived[number % self.replicas]) for number in chosen[self.replica :: self.replicas]]
+
+    def _alike_of_all(self) -> list[bool]:
+        """Of the groups of all replicas, by round and prompt, whether each is left out while there are others."""
+        if self.mesh is None:
+            return self._alike
+        own = torch.tensor(self._alike, dtype=torch.float32, device=self.mesh.mesh.device_type)
+        found = own.new_zeros(len(own) * self.replicas)
+        found[self.replica :: self.replicas] = own
+        return [bool(each) for each in self.mesh.all_reduce_sum(found).tolist()]
 
 
 @dataclass(frozen=True)
@@ -184,8 +216,7 @@ class RolloutCollector:
             return
         columns = (batch.logprobs, batch.newest_logprobs, batch.advantages, batch.trained)
         trained = TrainedTokens(*(column.cpu().numpy() for column in columns))
-        known = {id(each) for each in selection.taken}
-        rows = [*selection.taken, *(each for each in selection.candidates if id(each) not in known)]
+        rows = [*selection.taken, *selection.left_out]
         prompts = len(self.queue.prompts.rows)
         self.completions.keep(StepCompletions(Kind.TRAINING, step, prompts, rows, trained, self.sources))
 
@@ -209,6 +240,7 @@ class RolloutCollector:
             greedy=self.algorithm.estimator.needs_greedy,
             immediate=self.rollout.num_chunks > 1,
             by_correct=self.algorithm.filter_by == "correct",
+            mesh=self.score.mesh,
         )
 
     def build_batches(self, scored: Sequence[ScoredCompletion], device: torch.device) -> list[RolloutBatch]:

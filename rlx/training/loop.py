@@ -89,13 +89,12 @@ def collect(
 
 
 def needs_more(trainer: Trainer, selection: Selection) -> bool:
-    """Whether some rank still lacks groups to train on, and may generate another round; a collective call."""
+    """Whether all ranks together lack groups to train on, and may generate another round; a collective call."""
     if selection.rounds == 0:
         return True
-    if not selection.filtered:
+    if not selection.filtered or selection.rounds == trainer.config.algorithm.filter_rounds:
         return False
-    missing = trainer.max_over_ranks([selection.missing])[0]
-    return missing > 0 and selection.rounds < trainer.config.algorithm.filter_rounds
+    return selection.count_missing() > 0
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from shared import OnRanks
 from test_balance import assert_dealt, dealt_out
+from test_selection import FIRST, MISSING, VARIED, assert_chosen, chosen
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -137,3 +138,4 @@ def test_several_gpus_score_and_learn_as_one(ranks: int, tp: int, sp: int, on_gp
 def test_completions_travel_between_gpus(ranks: int, tp: int, on_ranks: OnRanks) -> None:
     check_room(ranks)
     assert_dealt(on_ranks(ranks, dealt_out, tp, "cuda"), ranks, tp)
+    assert_chosen(on_ranks(ranks, chosen, tp, "cuda", len(VARIED)), tp, MISSING, FIRST)

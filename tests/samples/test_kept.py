@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from shared import OnRanks
-from test_loop import STEPS, Stopping, trained
+from test_loop import STEPS, Stopping, trained, unmeasured
 from transformers import AutoModelForCausalLM
 
 from rlx.data.prompts import load_tokenizer
@@ -26,6 +26,7 @@ SETTINGS = {
     "rollout.logprobs_every": 2,
     "train.actor_lr": 1e-3,
 }
+FILTERED = {"algorithm.filter_groups": True, "algorithm.filter_rounds": 6, "rollout.max_tokens": 12}
 
 
 def named(settings: dict[str, Any]) -> dict[str, Any]:
@@ -166,7 +167,7 @@ def test_nothing_is_kept_of_a_share_of_0(on_ranks: OnRanks, tiny_model: Path, tm
 def test_what_was_left_out_is_kept_without_numbers_of_training(
     on_ranks: OnRanks, tiny_model: Path, tmp_path: Path
 ) -> None:
-    settings = {"algorithm.filter_groups": True, "algorithm.filter_rounds": 2, "train.steps": 2}
+    settings = FILTERED | {"algorithm.filter_rounds": 2, "train.steps": 2}
     on_ranks(1, keeping, str(tiny_model), str(tmp_path), settings)
     rows = [row for (kind, _), part in kept(tmp_path).items() if kind == Kind.TRAINING for row in part]
     left_out = [row for row in rows if not row.trained]
@@ -176,6 +177,42 @@ def test_what_was_left_out_is_kept_without_numbers_of_training(
         if row.trained:
             scores = {other.score for other in rows if (other.step, other.group) == (row.step, row.group)}
             assert row.advantages is not None and (row.advantages[0] != 0) == (len(scores) > 1)
+
+
+def filtered(rank: int, ranks: int, path: str, folder: str, steps: int) -> list[dict[str, float]]:
+    """A run, or what continues it, that leaves groups out; its metrics that measure neither time nor memory."""
+    share = {"data.ptx_batch": 4, "train.prompts_per_step": 8}  # so that each of four ranks has one of each mini-batch
+    outcome = trained(path, folder, **named(SETTINGS | FILTERED | share | {"train.steps": steps}))
+    return [unmeasured(metrics) for metrics in outcome.reporter.metrics]
+
+
+@pytest.mark.slow
+def test_any_number_of_ranks_generates_and_trains_on_the_same_groups(
+    on_ranks: OnRanks, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Also on a resume, whose steps are those of a run that was not stopped."""
+    model, found = str(tiny_model), {}
+    for ranks in (1, 2, 4):
+        found[ranks], *others = on_ranks(ranks, filtered, model, f"{tmp_path}/{ranks}", 3)
+        assert others == [found[ranks]] * (ranks - 1)
+    on_ranks(2, filtered, model, f"{tmp_path}/resumed", 2)
+    on_ranks(4, filtered, model, f"{tmp_path}/resumed", 3)
+    one = kept(tmp_path / "1")
+    generated = [metrics["groups/generated"] for metrics in found[1][1:]]
+    assert 8 < min(generated) < 48, generated  # every step took several rounds, and some ended before the last
+    for ranks, metrics in found.items():
+        for mine, other in zip(found[1], metrics, strict=True):
+            varying = {"tokens/padding_fraction"}  # it depends on the rows of each rank
+            assert mine.keys() == other.keys()
+            assert {name for name in mine if mine[name] != pytest.approx(other[name], abs=1e-4)} <= varying, ranks
+    for name in ("2", "4", "resumed"):
+        rows = kept(tmp_path / name)
+        assert rows.keys() == one.keys()
+        for key, expected in one.items():
+            assert [exact(row) for row in rows[key]] == [exact(row) for row in expected], (name, key)
+            advantages = [each for row in rows[key] for each in row.advantages or [math.nan]]
+            alone = [each for row in expected for each in row.advantages or [math.nan]]
+            assert advantages == pytest.approx(alone, abs=1e-4, nan_ok=True), (name, key)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from rlx.training.reporting import MemoryReporter
 from rlx.types import Completion, Episode, Observation, Prompt, Response, Sampling, ScoredCompletion, Turn
 
 TEXTS = {(1,): "so 4", (2, 2): "5", (3, 3, 3): "no idea"}
-ALONE: Any = SimpleNamespace(is_leader=True, broadcast_from_leader=lambda value: value, dp_size=2)
+ALONE: Any = SimpleNamespace(is_leader=True, broadcast_from_leader=lambda value: value, dp_rank=0, dp_size=2)
 
 
 class Tokenizer:
@@ -85,7 +85,7 @@ def test_groups_are_alike_or_not_without_episodes_whose_environment_failed(by_co
     groups = [group("110", "..x"), group("100", "..x"), group("100", "xxx"), group("010", "xx.")]
     for each in groups:
         selection.add(each)
-    assert (selection.varied, selection.missing) == (1, 3)  # of four wanted, the second is varied
+    assert (selection.varied, selection.count_missing()) == (1, 3)  # of four wanted, the second is varied
     assert selection.take(last=True) == [*groups[1], *groups[0], *groups[2], *groups[3]]
 
 
@@ -216,21 +216,16 @@ def test_completions_become_at_most_one_batch() -> None:
     assert own.build_batches([], torch.device("cpu")) == []
 
 
-def trainer(missing_elsewhere: float) -> Any:
+@pytest.mark.parametrize(("rounds", "wanted", "expected"), [(0, 0, True), (1, 0, False), (1, 1, True), (2, 1, False)])
+def test_rounds_go_on_until_there_are_enough_groups(rounds: int, wanted: int, expected: bool) -> None:
     config = from_tree({"algorithm": {"advantage": "grpo", "filter_groups": True, "filter_rounds": 2}})
-    return SimpleNamespace(config=config, max_over_ranks=lambda own: [max(*own, missing_elsewhere)])
-
-
-@pytest.mark.parametrize(
-    ("rounds", "elsewhere", "expected"), [(0, 0, True), (1, 0, False), (1, 1, True), (2, 1, False)]
-)
-def test_rounds_go_on_until_every_rank_has_its_groups(rounds: int, elsewhere: float, expected: bool) -> None:
-    selection = Selection(0, 2, filtered=True, greedy=False)
+    trainer: Any = SimpleNamespace(config=config)
+    selection = Selection(wanted, 2, filtered=True, greedy=False)
     selection.rounds = rounds
-    assert needs_more(trainer(elsewhere), selection) is expected
+    assert needs_more(trainer, selection) is expected
     plain = Selection(1, 2, filtered=False, greedy=False)
     plain.rounds = rounds
-    assert needs_more(trainer(elsewhere), plain) is (rounds == 0)
+    assert needs_more(trainer, plain) is (rounds == 0)
 
 
 def test_the_seconds_of_a_steps_parts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

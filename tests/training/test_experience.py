@@ -100,9 +100,9 @@ def numbers(rows: Sequence[ScoredCompletion]) -> list[int]:
 
 def test_without_filter_all_groups_are_trained_on() -> None:
     selection = Selection(wanted=2, samples=2, filtered=False, greedy=False)
-    assert selection.missing == 2
+    assert selection.count_missing() == 2
     selection.add([*group(1, 0, 0), *group(2, 0, 1)])
-    assert (selection.missing, selection.varied, selection.tokens) == (0, 1, 8)
+    assert (selection.count_missing(), selection.varied, selection.tokens) == (0, 1, 8)
     assert selection.take() == []
     assert numbers(selection.take(last=True)) == [1, 1, 2, 2]
 
@@ -120,9 +120,9 @@ def test_groups_can_be_taken_as_they_come() -> None:
 def test_groups_of_equal_scores_are_left_out_and_others_drawn() -> None:
     selection = Selection(wanted=2, samples=2, filtered=True, greedy=False)
     selection.add([*group(1, 1, 1), *group(2, 0, 1)])
-    assert selection.missing == 1
+    assert selection.count_missing() == 1
     selection.add([*group(3, 0.5, 0), *group(4, 1, 0)])
-    assert (selection.missing, selection.varied) == (0, 3)
+    assert (selection.count_missing(), selection.varied) == (0, 3)
     assert numbers(selection.take(last=True)) == [2, 2, 3, 3]  # group 4 is one too many
     assert numbers(selection.candidates) == [1, 1, 2, 2, 3, 3, 4, 4]
 
@@ -133,10 +133,10 @@ def test_groups_can_be_left_out_by_right_answers_whatever_their_scores() -> None
     mixed = [row for row in group(3, 1, 0)]
     by_score = Selection(wanted=3, samples=2, filtered=True, greedy=False)
     by_score.add([*right, *wrong, *mixed])
-    assert (by_score.missing, by_score.varied) == (0, 3)
+    assert (by_score.count_missing(), by_score.varied) == (0, 3)
     selection = Selection(wanted=3, samples=2, filtered=True, greedy=False, by_correct=True)
     selection.add([*right, *wrong, *mixed])
-    assert (selection.missing, selection.varied) == (2, 3)
+    assert (selection.count_missing(), selection.varied) == (2, 3)
     assert numbers(selection.take(last=True)) == [3, 3, 1, 1, 2, 2]
 
 
@@ -151,7 +151,7 @@ def test_the_greedy_completion_is_kept_as_a_score_alone() -> None:
     selection.add([*group(1, 0, 1, 0.25), *group(2, 1, 1, 0)])
     assert [row.greedy_score for row in selection.candidates] == [0.25, 0.25, 0, 0]
     assert [row.score for row in selection.candidates] == [0, 1, 1, 1]
-    assert (selection.missing, selection.tokens) == (1, 12)  # of six completions
+    assert (selection.count_missing(), selection.tokens) == (1, 12)  # of six completions
 
 
 def test_parts_joined_are_the_whole() -> None:
