@@ -161,6 +161,15 @@ class RolloutCollector:
         """
         self.engines.push(version, starting=starting, keep=self.rollout.partial_rollouts and not starting)
 
+    def begin(self, step: int) -> None:
+        """Begins the next round if nothing that the report of the step before it tells can change what is generated.
+
+        A curriculum first learns from that step, and sampling with a schedule by tokens counts that step's tokens.
+        """
+        counts_tokens = any(schedule.by_tokens for schedule in self.rollout.schedules.values())
+        if self.queue.prompts.success is None and not counts_tokens:
+            self.queue.begin(step, self.train.steps)
+
     def collect(self, step: int) -> Iterator[list[Completion]]:
         """The completions of the next round of prompts, chunk by chunk, those of a prompt together.
 

@@ -62,8 +62,9 @@ def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpoin
         trainer.step += 1
         with timer("sync"):
             collector.push_weights(trainer.step)  # 8
-        collector.keep(trainer.step, selection, experience)
         metrics, samples = evaluate(trainer, collector)
+        collector.begin(trainer.step)  # engines work while this step is recorded
+        collector.keep(trainer.step, selection, experience)
         measured, counts = summarize(trainer, selection, experience, stats, kl_sums, timer.metrics())
         metrics |= measured | advance(trainer, counts)  # 9
         metrics |= collector.observe(selection, trainer.device)

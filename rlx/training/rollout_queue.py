@@ -1,6 +1,7 @@
 """Rounds of generation, in the order of training, which begin up to `max_staleness` steps ahead of training.
 
-With `max_staleness` 0 a round begins when it is needed, and its chunks are handed out while later ones are generated.
+With `max_staleness` 0 a round begins once the engines have the weights that it is trained from, and its chunks are
+handed out while later ones are generated.
 Rounds that were waited for go into checkpoints, so that a resumed run trains on the same completions. rlx.rollout
 decides which engine generates what.
 """
@@ -58,18 +59,23 @@ class RolloutQueue:
     seconds: float = 0.0  # that the engines took for the round handed out last
     _rounds: deque[QueuedRound] = field(default_factory=deque, init=False)
 
-    def next(self, step: int, steps: int) -> Iterator[list[Completion]]:
-        """The completions of the next round, chunk by chunk, those of a prompt together.
+    def begin(self, step: int, steps: int) -> None:
+        """Begins the next round, and later ones as far ahead as they may be, unless they have begun; does not wait.
 
         Args:
             step: steps trained so far; also the version of the weights that the engines hold.
             steps: the step at which training ends; no round begins that no step would train on.
+        """
+        while len(self._rounds) <= min(self.max_staleness, steps - step - 1):
+            self._rounds.append(self._begin(step, step + len(self._rounds)))
+
+    def next(self, step: int, steps: int) -> Iterator[list[Completion]]:
+        """The completions of the next round, chunk by chunk, those of a prompt together; the arguments are `begin`'s.
 
         Raises:
             RuntimeError: a completion is older than `max_staleness` allows.
         """
-        while len(self._rounds) <= min(self.max_staleness, steps - step - 1):
-            self._rounds.append(self._begin(step, step + len(self._rounds)))
+        self.begin(step, steps)
         current = self._rounds.popleft()
         for chunk in current.chunks:
             completions = self.engines.finish(chunk, step)

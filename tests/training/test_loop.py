@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -247,6 +247,49 @@ def test_a_run_ends_at_the_evaluation_because_of_which_it_is_stopped(runs: Runs)
     assert unmeasured(first.reporter.reports[-1]) == unmeasured(first.reporter.reports[-2])
     steps = {row["step"]: unmeasured(row) for row in second.reporter.metrics}
     assert steps == {row["step"]: unmeasured(row) for row in whole.reporter.metrics if row["step"] >= 2}
+
+
+@dataclass
+class Ordered(MemoryReporter):
+    """Notes steps among what engines are asked for."""
+
+    order: list[str] = field(default_factory=list)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        super().log(metrics, step)
+        self.order.append(f"step {step}")
+
+
+def order_of(path: str, folder: str, **changes: Any) -> list[str]:
+    """What happens in a run of three steps with evaluations after the second and the last one, in its order."""
+    reporter = Ordered()
+
+    class Asked(FakeEngines):
+        def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> PendingRollout:
+            held_out = samplings[0].temperature == 0
+            reporter.order.append(f"{'questions' if held_out else 'round'} with {version}")
+            return super().begin(prompts, samplings, version)
+
+    trained(path, folder, reporter, engines_of=lambda weights: Asked(), train__steps=3, **changes)
+    return reporter.order
+
+
+def orders(rank: int, ranks: int, path: str, folder: str) -> list[list[str]]:
+    by_tokens = {"rollout__temperature": {0: 1.0, "20 tokens": 0.5}}
+    plain = order_of(path, f"{folder}/plain")
+    return [plain, *(order_of(path, f"{folder}/{i}", **each) for i, each in enumerate((MIXED, by_tokens)))]
+
+
+def test_a_round_begins_before_the_step_before_it_is_reported(
+    on_ranks: OnRanks, tiny_model: Path, tmp_path: Path
+) -> None:
+    """But after an evaluation, and after the report if that step decides what is generated."""
+    plain, curriculum, by_tokens = on_ranks(1, orders, str(tiny_model), str(tmp_path))[0]
+    first, last = ["questions with 0", "step 0", "round with 0"], ["questions with 3", "step 3"]
+    assert plain == [*first, "round with 1", "step 1", "questions with 2", "round with 2", "step 2", *last]
+    late = [*first, "step 1", "round with 1", "questions with 2", "step 2", "round with 2", *last]
+    assert [each for each in curriculum if each in late] == late
+    assert by_tokens == late
 
 
 def resumed_with_other_sets(rank: int, ranks: int, path: str, folder: str) -> Outcome:
