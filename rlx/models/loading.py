@@ -213,8 +213,8 @@ def compile_layers(model: nn.Module) -> None:
 def _for_any_shape(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """A compiled function that takes tensors of any shape from its first call on.
 
-    With `dynamic=True` the numbers that FSDP's modules hold, such as the size of a head, would be unknown to it too, and
-    rotary embeddings take ten times as long then.
+    With `dynamic=True` the numbers that FSDP's modules hold, such as the size of a head, would be unknown to it, too,
+    and rotary embeddings would take ten times as long.
     """
 
     def run(*given: Any, **named: Any) -> Any:

@@ -161,15 +161,6 @@ class RolloutCollector:
         """
         self.engines.push(version, starting=starting, keep=self.rollout.partial_rollouts and not starting)
 
-    def begin(self, step: int) -> None:
-        """Begins the next round if nothing that the report of the step before it tells can change what is generated.
-
-        A curriculum first learns from that step, and sampling with a schedule by tokens counts that step's tokens.
-        """
-        counts_tokens = any(schedule.by_tokens for schedule in self.rollout.schedules.values())
-        if self.queue.prompts.success is None and not counts_tokens:
-            self.queue.begin(step, self.train.steps)
-
     def collect(self, step: int) -> Iterator[list[Completion]]:
         """The completions of the next round of prompts, chunk by chunk, those of a prompt together.
 
@@ -256,6 +247,16 @@ class RolloutCollector:
         """The completions as tensors on a device: one batch, or none for no completions."""
         pad_id = self.score.tokenizer.pad_token_id or 0
         return [build_batch(scored, pad_id, self.algorithm.mask_truncated).to(device)] if scored else []
+
+
+def begin_next(collector: RolloutCollector, step: int) -> None:
+    """Begins the next round if nothing that the report of the step before it tells can change what is generated.
+
+    A curriculum first learns from that step, and sampling with a schedule by tokens counts that step's tokens.
+    """
+    counts_tokens = any(schedule.by_tokens for schedule in collector.rollout.schedules.values())
+    if collector.queue.prompts.success is None and not counts_tokens:
+        collector.queue.begin(step, collector.train.steps)
 
 
 def right_share(group: Sequence[ScoredCompletion]) -> float:

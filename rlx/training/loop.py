@@ -21,7 +21,7 @@ from rlx.samples.gradients import write_shares
 from rlx.storage.checkpoint_files import Shard
 from rlx.storage.checkpoint_writer import FinishedCheckpoint
 from rlx.training.checkpointing import Checkpointer
-from rlx.training.collector import RolloutCollector, Selection
+from rlx.training.collector import RolloutCollector, Selection, begin_next
 from rlx.training.evaluation.evaluate import evaluate, unread_answers
 from rlx.training.experience import Experience, LogprobBatch, RolloutBatch, concat
 from rlx.training.metrics import StepCounts, StepTimer, summarize
@@ -63,7 +63,7 @@ def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpoin
         with timer("sync"):
             collector.push_weights(trainer.step)  # 8
         metrics, samples = evaluate(trainer, collector)
-        collector.begin(trainer.step)  # engines work while this step is recorded
+        begin_next(collector, trainer.step)  # engines work while this step is recorded
         collector.keep(trainer.step, selection, experience)
         measured, counts = summarize(trainer, selection, experience, stats, kl_sums, timer.metrics())
         metrics |= measured | advance(trainer, counts)  # 9
