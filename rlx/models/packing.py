@@ -45,6 +45,11 @@ class Packing(NamedTuple):
     longest_keys: int
     sharing: Sharing = UNSHARED  # how neighbours share the tokens while a model runs
 
+    def to(self, device: torch.device) -> Packing:
+        """The same on another device."""
+        moved = {name: value.to(device) for name, value in self._asdict().items() if isinstance(value, Tensor)}
+        return self._replace(**moved)
+
 
 class _Segment(NamedTuple):
     source: int  # place of the first token in the flat token ids
@@ -57,7 +62,7 @@ class _Segment(NamedTuple):
 def pack_row(
     ids: Tensor, prompts: Tensor, responses: Tensor, groups: Tensor, token_index: tuple[Tensor, Tensor]
 ) -> Packing:
-    """Packs completions; those of a group must be adjacent to share their prompt. Waits for the GPU.
+    """Packs completions; those of a group must be adjacent to share their prompt. Waits for a GPU.
 
     A response's last token is left out, because its output scores nothing.
 

@@ -30,9 +30,20 @@ class ResponseTokens(NamedTuple):
 
     @classmethod
     def of(cls, ids: Tensor, prompt_lengths: Tensor, mask: Tensor) -> ResponseTokens:
-        """Of padded completions: `ids` [B, L], `prompt_lengths` [B] int64, `mask` [B, T]. Waits for the GPU."""
+        """Of padded completions: `ids` [B, L], `prompt_lengths` [B] int64, `mask` [B, T]. Waits for a GPU."""
         rows, columns = mask.nonzero(as_tuple=True)
         return cls(ids, mask, (rows, columns), rows * ids.shape[1] + prompt_lengths[rows] - 1 + columns)
+
+    def to(self, device: torch.device) -> ResponseTokens:
+        """The same on another device."""
+        rows, columns = self.token_index
+        return ResponseTokens(
+            self.ids.to(device),
+            self.mask.to(device),
+            (rows.to(device), columns.to(device)),
+            self.before.to(device),
+            self.packing and self.packing.to(device),
+        )
 
     @property
     def targets(self) -> Tensor:
@@ -66,7 +77,7 @@ class Sequences(NamedTuple):
 
     @classmethod
     def of(cls, ids: Tensor, prompts: Tensor, mask: Tensor, contexts: Tensor, sharing: Tensor) -> Sequences:
-        """Cuts episodes. Waits for the GPU.
+        """Cuts episodes. Waits for a GPU.
 
         Args:
             ids: `[B, L]` int64, prompt then response then padding.

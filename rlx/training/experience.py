@@ -71,7 +71,7 @@ class RolloutBatch:
         return (self.inputs.ids if self.inputs.packing is None else self.inputs.packing.ids).numel()
 
     def response_tokens(self, packed: bool = False) -> ResponseTokens:
-        """What the models take to score the responses. Waits for the GPU."""
+        """What the models take to score the responses. Waits for a GPU."""
         if self.contexts is not None and self.contexts.any():
             sequences = Sequences.of(self.ids, self.prompt_lengths, self.mask, self.contexts, self.sharing)
             return sequences.response_tokens(self.mask, packed)
@@ -104,7 +104,8 @@ class RolloutBatch:
 
     def to(self, device: torch.device) -> Self:
         """The same on another device."""
-        return replace(self, **{name: column.to(device) for name, column in self.columns.items()})
+        inputs = None if self.inputs is None else self.inputs.to(device)
+        return replace(self, **{name: column.to(device) for name, column in self.columns.items()}, inputs=inputs)
 
     def with_logprobs(self, columns: Mapping[str, Any]) -> LogprobBatch:
         """The same completions with `logprobs`, `ref_logprobs`, `values` and `entropy`, `[B, T]` each.
@@ -259,7 +260,6 @@ def micro_batches(batch: B, count: int, packed: bool = False) -> list[B]:
     least = bisect.bisect_left(budgets, True, key=lambda budget: len(rows.cut(budget)) <= count)
     index = torch.tensor(rows.order, device=batch.ids.device)
     parts = [batch.rows(index[part]) for part in rows.cut(least, count)]
-    # Computed now, while nothing is queued on the GPU.
     return [replace(part, inputs=part.response_tokens(packed)) for part in parts]
 
 

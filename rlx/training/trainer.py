@@ -115,9 +115,12 @@ class Trainer:
     def micro_batches(self, batches: Sequence[B]) -> list[list[B]]:
         """The micro-batches of each batch, equally many on every rank: each forward pass is a collective call."""
         budget, packs = self.config.train.micro_batch_tokens, self.policy.packs
+        # Cut and packed on the CPU: on a GPU, each length that Python reads is a wait.
+        batches = [batch.to(torch.device("cpu")) for batch in batches]
         counts = self.max_over_ranks([experience.micro_batch_count(batch, budget, packs) for batch in batches])
         pairs = zip(batches, counts, strict=True)
-        return [experience.micro_batches(batch, int(count), packs) for batch, count in pairs]
+        parts = [experience.micro_batches(batch, int(count), packs) for batch, count in pairs]
+        return [[part.to(self.device) for part in each] for each in parts]
 
     def reshard(self) -> None:
         """Frees the full weights that FSDP gathered for forward passes that no backward pass follows."""

@@ -341,6 +341,30 @@ def test_micro_batches_as_they_were_count_padding() -> None:
     assert [part.positions for part in micro_batches(grouped([3, 5], [8]), 2)] == [18, 30]
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_micro_batch_goes_to_a_device_with_all_that_the_models_take(packed: bool) -> None:
+    part = micro_batches(grouped([3, 5], [8]), 1, packed)[0]
+    there = part.to(torch.device("meta"))
+    assert {column.device.type for column in there.columns.values()} == {"meta"}
+    assert part.inputs is not None and there.inputs is not None
+    expected, moved = tensors(part.inputs), tensors(there.inputs)
+    assert {each.device.type for each in moved} == {"meta"}
+    assert [each.shape for each in moved] == [each.shape for each in expected]
+    assert len(moved) == (11 if packed else 5)
+    assert torch.equal(torch.cat([each.flatten() for each in tensors(part.to(torch.device("cpu")).inputs)]), flat(part))
+
+
+def tensors(value: object) -> list[Tensor]:
+    """All tensors in tuples, however deep."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [each for part in value for each in tensors(part)] if isinstance(value, tuple) else []
+
+
+def flat(part: RolloutBatch) -> Tensor:
+    return torch.cat([each.flatten() for each in tensors(part.inputs)])
+
+
 # --- replicas
 
 
