@@ -47,7 +47,9 @@ class Packing(NamedTuple):
 
     def to(self, device: torch.device) -> Packing:
         """The same on another device."""
-        moved = {name: value.to(device) for name, value in self._asdict().items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in self._asdict().items() if isinstance(value, Tensor)
+        }
         return self._replace(**moved)
 
 
