@@ -82,7 +82,7 @@ class Branch:
         prepared = replace(prepared, until=self.until, attributes_gradient=self.attributes_gradient)
         if self.asks_again:
             return prepared
-        begun = self.until + prepared.config.rollout.max_staleness + 1  # rounds of these steps begin, too
+        begun = self.until + prepared.config.rollout.max_staleness  # rounds of these steps begin, too
         return replace(prepared, known_episodes=KnownEpisodes.of_steps(self.run.folder, self.steps[0] - 1, begun))
 
     def tree(self) -> dict[str, Any]:

@@ -249,16 +249,6 @@ class RolloutCollector:
         return [build_batch(scored, pad_id, self.algorithm.mask_truncated).to(device)] if scored else []
 
 
-def begin_next(collector: RolloutCollector, step: int) -> None:
-    """Begins the next round if nothing that the report of the step before it tells can change what is generated.
-
-    A curriculum first learns from that step, and sampling with a schedule by tokens counts that step's tokens.
-    """
-    counts_tokens = any(schedule.by_tokens for schedule in collector.rollout.schedules.values())
-    if collector.queue.prompts.success is None and not counts_tokens:
-        collector.queue.begin(step, collector.train.steps)
-
-
 def right_share(group: Sequence[ScoredCompletion]) -> float:
     """The share of right completions, without those whose environment failed; NaN if none is left."""
     answers = [each.is_correct for each in group if not each.completion.has_failed]

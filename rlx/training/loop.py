@@ -21,7 +21,7 @@ from rlx.samples.gradients import write_shares
 from rlx.storage.checkpoint_files import Shard
 from rlx.storage.checkpoint_writer import FinishedCheckpoint
 from rlx.training.checkpointing import Checkpointer
-from rlx.training.collector import RolloutCollector, Selection, begin_next
+from rlx.training.collector import RolloutCollector, Selection
 from rlx.training.evaluation.evaluate import evaluate, unread_answers
 from rlx.training.experience import Experience, LogprobBatch, RolloutBatch, concat
 from rlx.training.metrics import StepCounts, StepTimer, summarize
@@ -43,7 +43,7 @@ def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpoin
         hint = unread_answers(samples, metrics["eval/accuracy"], trainer.config.reward)
         if hint and trainer.mesh.rank == 0:
             reporter.notify(hint)
-    while not finish_step(trainer, checkpointer, reporter, metrics, samples):  # records step `trainer.step`
+    while not finish_step(trainer, collector, checkpointer, reporter, metrics, samples):  # records step `trainer.step`
         timer = StepTimer()
         trainer.begin_step()
         selection, parts = collector.new_selection(), []
@@ -62,9 +62,8 @@ def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpoin
         trainer.step += 1
         with timer("sync"):
             collector.push_weights(trainer.step)  # 8
-        metrics, samples = evaluate(trainer, collector)
-        begin_next(collector, trainer.step)  # engines work while this step is recorded
         collector.keep(trainer.step, selection, experience)
+        metrics, samples = evaluate(trainer, collector)
         measured, counts = summarize(trainer, selection, experience, stats, kl_sums, timer.metrics())
         metrics |= measured | advance(trainer, counts)  # 9
         metrics |= collector.observe(selection, trainer.device)
@@ -215,6 +214,7 @@ def advance(trainer: Trainer, counts: StepCounts) -> dict[str, float]:
 
 def finish_step(
     trainer: Trainer,
+    collector: RolloutCollector,
     checkpointer: Checkpointer,
     reporter: Reporter,
     metrics: dict[str, float],
@@ -225,6 +225,8 @@ def finish_step(
     A checkpoint is reported with the first step after it has become complete.
     """
     end = decide_end(trainer, checkpointer, reporter)
+    if not end.is_last:
+        begin_next(trainer, collector, metrics)
     finished = [checkpoint] if end.has_finished and (checkpoint := checkpointer.take_finished()) else []
     if finished:
         metrics = metrics | {"time/checkpoint_write": finished[0].seconds}
@@ -242,6 +244,16 @@ def finish_step(
         finished += iter(checkpointer.take_finished, None)  # until there is none
     report(trainer, reporter, metrics, finished, is_last=end.is_last)
     return end.is_last or ("time/eval" in metrics and ends_here(trainer, checkpointer, reporter, metrics))
+
+
+def begin_next(trainer: Trainer, collector: RolloutCollector, metrics: Mapping[str, float]) -> None:
+    """Begins the next round of generation, so that engines work while the current step is recorded.
+
+    After an evaluation it begins later: the step may be the last one because of it. With a curriculum, too: what a
+    checkpoint says of it is as before the round.
+    """
+    if "time/eval" not in metrics and collector.queue.prompts.success is None:
+        collector.queue.begin(trainer.step, trainer.config.train.steps)
 
 
 def add_pause(trainer: Trainer, metrics: Mapping[str, float], seconds: float) -> dict[str, float]:

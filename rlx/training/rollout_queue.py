@@ -1,7 +1,7 @@
 """Rounds of generation, in the order of training, which begin up to `max_staleness` steps ahead of training.
 
-With `max_staleness` 0 a round begins once the engines have the weights that it is trained from, and its chunks are
-handed out while later ones are generated.
+With `max_staleness` 0 a round begins once the engines have the weights that it is drawn with, at the latest when it is
+needed, and its chunks are handed out while later ones are generated.
 Rounds that were waited for go into checkpoints, so that a resumed run trains on the same completions. rlx.rollout
 decides which engine generates what.
 """

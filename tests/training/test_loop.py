@@ -254,15 +254,19 @@ class Ordered(MemoryReporter):
     """Notes steps among what engines are asked for."""
 
     order: list[str] = field(default_factory=list)
+    stop_at: int | None = None
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         super().log(metrics, step)
         self.order.append(f"step {step}")
 
+    def should_stop(self, step: int) -> bool:
+        return step == self.stop_at
 
-def order_of(path: str, folder: str, **changes: Any) -> list[str]:
+
+def order_of(path: str, folder: str, stop_at: int | None = None, **changes: Any) -> list[str]:
     """What happens in a run of three steps with evaluations after the second and the last one, in its order."""
-    reporter = Ordered()
+    reporter = Ordered(stop_at=stop_at)
 
     class Asked(FakeEngines):
         def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> PendingRollout:
@@ -283,13 +287,24 @@ def orders(rank: int, ranks: int, path: str, folder: str) -> list[list[str]]:
 def test_a_round_begins_before_the_step_before_it_is_reported(
     on_ranks: OnRanks, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """But after an evaluation, and after the report if that step decides what is generated."""
+    """But after the report of an evaluation, because of which a run may be stopped, and with a curriculum."""
     plain, curriculum, by_tokens = on_ranks(1, orders, str(tiny_model), str(tmp_path))[0]
-    first, last = ["questions with 0", "step 0", "round with 0"], ["questions with 3", "step 3"]
-    assert plain == [*first, "round with 1", "step 1", "questions with 2", "round with 2", "step 2", *last]
-    late = [*first, "step 1", "round with 1", "questions with 2", "step 2", "round with 2", *last]
+    first, evaluated = ["questions with 0", "step 0", "round with 0"], ["questions with 2", "step 2", "round with 2"]
+    last = ["questions with 3", "step 3"]
+    assert plain == by_tokens == [*first, "round with 1", "step 1", *evaluated, *last]
+    late = [*first, "step 1", "round with 1", *evaluated, *last]
     assert [each for each in curriculum if each in late] == late
-    assert by_tokens == late
+
+
+def test_a_run_that_is_stopped_leaves_no_round_behind(on_ranks: OnRanks, tiny_model: Path, tmp_path: Path) -> None:
+    assert on_ranks(1, stopped_order, str(tiny_model), str(tmp_path))[0] == [
+        *("questions with 0", "step 0", "round with 0", "step 1")
+    ]
+
+
+def stopped_order(rank: int, ranks: int, path: str, folder: str) -> list[str]:
+    """Like `order_of` a run that is asked to stop while its first step is trained."""
+    return order_of(path, folder, stop_at=1)
 
 
 def resumed_with_other_sets(rank: int, ranks: int, path: str, folder: str) -> Outcome:
