@@ -209,27 +209,27 @@ def tuner(
     from rlx.cluster import connection
     from rlx.runs import preflight
     from rlx.storage import claims
-    from rlx.storage.addresses import open_storage
+    from rlx.storage.addresses import local_folder, open_storage
     from rlx.sweeps.choices import check_quickly
     from rlx.sweeps.plans import check_sweep, create_sweep
     from rlx.sweeps.records import refuse_existing
+    from rlx.sweeps.space import space_file
     from rlx.sweeps.tuner import make_tuner
 
     _check_config(config, "tuner")
     _check_options(options)
-    if not isinstance(space, Mapping | str | Path):
-        raise ConfigError(f"space {space!r:.40}: give domains by dotted key, or a Python file with a function space()")
     sizes = preflight.lengths(config.data, config.rollout, config.model.path)
     tree = with_overrides(config.model_dump(mode="json", exclude_unset=True), preflight.absolute_paths(config) | sizes)
     storage = open_storage(config.storage)
     with ExitStack() as stack:
         claim = stack.enter_context(claims.take_new(storage / "sweeps", tree.pop("name", None), "sweep", "sweep"))
         refuse_existing(claim.folder)
-        check_quickly(plan := _plan(claim.folder.name, tree, space, config.storage, options))
-        plan = check_sweep(plan)
-        prepared = preflight.prepare(plan.config)
-        connection.connect(prepared.config, prepared.resources)
-        create_sweep(plan, storage)
+        with space_file(space, claim.folder.name, local_folder(config.storage) / "search_spaces") as file:
+            check_quickly(plan := _plan(claim.folder.name, tree, file, options))
+            plan = check_sweep(plan)
+            prepared = preflight.prepare(plan.config)
+            connection.connect(prepared.config, prepared.resources)
+            create_sweep(plan, storage)
         made = make_tuner(plan, storage)
         made.hold(stack.pop_all())
         made.quiet = quiet
@@ -316,10 +316,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"{key}: it takes a name, see `rlx sweep --help`, not a value of {type(value).__name__}")
 
 
-def _plan(
-    name: str, tree: dict[str, Any], space: Mapping[str, Any] | str | Path, storage: str, options: SweepOptions
-) -> SweepPlan:
-    """Returns the plan of a new sweep."""
+def _plan(name: str, tree: dict[str, Any], space: Path, options: SweepOptions) -> SweepPlan:
+    """Returns the plan of a new sweep over the search space of a file."""
     from rlx.cluster.resources import sharing_gpus
     from rlx.sweeps.records import read_plan
 
@@ -330,18 +328,7 @@ def _plan(
     if runs > 1:
         config = from_tree(tree)
         tree = with_overrides(tree, sharing_gpus(runs, config.scaling, config.rollout, config.reward))
-    file = str(_space_file(space, name, storage).resolve())
-    return read_plan({"name": name, "tree": tree, "space": file, **kept})
-
-
-def _space_file(space: Mapping[str, Any] | str | Path, name: str, storage: str) -> Path:
-    """Returns the Python file of a search space; writes it for one that was given as domains."""
-    from rlx.storage.addresses import local_folder
-    from rlx.sweeps.space import write_space
-
-    return (
-        write_space(space, name, local_folder(storage) / "search_spaces") if isinstance(space, Mapping) else Path(space)
-    )
+    return read_plan({"name": name, "tree": tree, "space": str(space.resolve()), **kept})
 
 
 def load_model(

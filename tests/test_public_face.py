@@ -182,6 +182,7 @@ def test_a_tuner_refuses_what_cannot_run(options: dict[str, Any], line: str, tmp
     with pytest.raises(rlx.ConfigError) as error:
         rlx.tuner(config_at(tmp_path), **{"space": SPACE, **options})
     assert line in str(error.value)
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]  # a refused call leaves nothing behind
 
 
 @pytest.mark.parametrize(

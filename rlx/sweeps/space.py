@@ -11,7 +11,8 @@ import math
 import shutil
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,30 @@ def _run(file: Path, path: str) -> Any:
         raise ConfigError(f"--space {path}{where}: {type(error).__name__}: {error}") from None
 
 
-def write_space(space: Mapping[str, Any], name: str, folder: Path) -> Path:
-    """Writes the Python file NAME.py with a function space() that gives these domains: a sweep is resumed from it."""
+@contextmanager
+def space_file(space: object, name: str, folder: Path) -> Iterator[Path]:
+    """The Python file of a search space; for domains it is NAME.py, which is deleted if the block raises.
+
+    Raises:
+        ConfigError: the space is neither domains nor a file.
+    """
+    if isinstance(space, str | Path):
+        yield Path(space)
+        return
+    if not isinstance(space, Mapping):
+        raise ConfigError(f"space {space!r:.40}: give domains by dotted key, or a Python file with a function space()")
+    file = _write_space(space, name, folder)
+    try:
+        yield file
+    except BaseException:  # also Ctrl-C
+        file.unlink()
+        with suppress(OSError):  # other sweeps have theirs in the folder
+            folder.rmdir()
+        raise
+
+
+def _write_space(space: Mapping[str, Any], name: str, folder: Path) -> Path:
+    """Writes a function space() that gives these domains: a sweep is resumed from it."""
     content = base64.b64encode(cloudpickle.dumps(dict(space))).decode()
     lines = [
         f'"""The search space of sweep {name}, as it was given to rlx.tuner: {", ".join(map(str, space))}."""\n',
