@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -144,8 +144,8 @@ def largest(mesh: Mesh, values: Tensor, count: int) -> float:
 def over_ranks(trainer: Trainer, updates: Updates) -> dict[str, float]:
     """The value of each metric over all ranks, the same bits on every rank; every rank calls it, with equal names.
 
-    A `Ratio` to nothing is left out. Of neighbours, which have the same completions, only the first counts, but for a
-    `Maximum`.
+    A `Ratio` to nothing is left out, and so is what would be computed of no values. Of neighbours, which have the same
+    completions, only the first counts, but for a `Maximum`.
     """
     for name, (kind, *values) in updates.items():
         if name not in trainer.aggregates:
@@ -155,7 +155,7 @@ def over_ranks(trainer: Trainer, updates: Updates) -> dict[str, float]:
     metrics = {name: trainer.aggregates[name] for name in updates}
     states, result = reduced_states(trainer, metrics.values()), {}
     for name, metric in metrics.items():
-        if isinstance(metric, Ratio) and not states[id(metric.parts)][1]:
+        if _is_of_nothing(metric, states):
             metric.reset()
             continue
         # torchmetrics asks for the states of all ranks; the reduction of the only one in the list is itself.
@@ -163,6 +163,20 @@ def over_ranks(trainer: Trainer, updates: Updates) -> dict[str, float]:
         result[name] = float(metric.compute())
         metric.reset()
     return result
+
+
+def _is_of_nothing(metric: Metric, states: Mapping[int, Tensor]) -> bool:
+    """Whether a metric would divide by 0: by no values, or by a sum of nothing. `states`: those of `reduced_states`."""
+    match metric:
+        case Ratio():
+            return not states[id(metric.parts)][1]
+        case MeanMetric():
+            return not states[id(metric.weight)]
+        case Deviation():
+            return not states[id(metric.moments)][0]
+        case ExplainedVariance():
+            return not states[id(metric.returns)][0]
+    return False
 
 
 def reduced_states(trainer: Trainer, metrics: Iterable[Metric]) -> dict[int, Tensor]:

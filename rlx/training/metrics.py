@@ -119,8 +119,7 @@ def by_source(
         own = [each for each in scored if each.completion.prompt.source == number]
         updates[f"{accuracy}/{label}"] = (Mean, [each.is_correct for each in own])
         updates[f"{reward}/{label}"] = (Mean, [each.score for each in own])
-    metrics = over_ranks(trainer, updates) if updates else {}
-    return {name: value for name, value in metrics.items() if not math.isnan(value)}
+    return over_ranks(trainer, updates) if updates else {}
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,12 @@ def aggregated(rank: int, ranks: int) -> list[dict[str, float]]:
     trainer, size = trainer_of(Mesh.of("cpu", 1)), 4 // ranks
     whole = over_ranks(trainer, updates(slice(rank * size, (rank + 1) * size)))
     some: Updates = {"mean": (Mean, [float(rank)]), "largest": (Maximum, float(rank)), "ratio": (Ratio, 0.0, 0.0)}
+    some |= {
+        "mean of tensors": (Mean, torch.zeros(0)),
+        "deviation": (Deviation, []),
+        "effective": (EffectiveFraction, []),
+    }
+    some |= {"explained": (ExplainedVariance, *torch.zeros(3, 1, 2))}
     again = over_ranks(trainer, some)
     return [whole, again]
 
@@ -88,7 +94,7 @@ def test_each_kind_by_hand(ranks: int, on_ranks: OnRanks) -> None:
     results = on_ranks(ranks, aggregated)
     whole, again = results[0]
     assert whole == pytest.approx(BY_HAND, rel=1e-12, abs=1e-8)
-    # Nothing of the first step is left, and a metric without values is left out, as a ratio to nothing is.
+    # Nothing of the first step is left, and metrics of no values are left out, as a ratio to nothing is.
     assert again == {"mean": (ranks - 1) / 2, "largest": ranks - 1}
     assert all(other == results[0] for other in results)
 

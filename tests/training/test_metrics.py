@@ -220,10 +220,19 @@ def filtered(rank: int, ranks: int) -> dict[str, float]:
     return of_critic_alone(selection, data={"sources": [{"source": "a.jsonl"}, {"source": "b.jsonl"}]})
 
 
-def of_critic_alone(selection: Selection, **more: Any) -> dict[str, float]:
+def failed(rank: int, ranks: int) -> dict[str, float]:
+    """Those of a step whose losses have no token: all episodes have failed."""
+    selection = Selection(2, 2, filtered=False, greedy=False)
+    selection.add(scored())
+    whole = experience(slice(0, 4))
+    return of_critic_alone(selection, replace(whole, trained=torch.zeros(4)))
+
+
+def of_critic_alone(selection: Selection, batch: Experience | None = None, **more: Any) -> dict[str, float]:
     """The metrics of a step in which the critic alone has learned."""
-    batch = experience(slice(0, 4))
-    losses = LossStats({"value/loss": 8.0, "value/clip_fraction": 0.0}, 16.0)
+    batch = batch or experience(slice(0, 4))
+    tokens = 2 * float(batch.loss_mask.sum())
+    losses = LossStats({"value/loss": tokens / 2, "value/clip_fraction": 0.0}, tokens)
     stats = UpdateStats(losses, grad_norms={"critic": 6.0}, passes=2, optimizer_steps=2, positions=20)
     kl_sums: Sums = {"kl/ref": 0.0, "kl/penalty": 0.0}
     seconds = {"time/rollout": 4.0, "time/update": 2.0, "time/step": 8.0}
@@ -237,6 +246,13 @@ def test_nothing_is_said_of_a_policy_that_does_not_learn(on_ranks: OnRanks) -> N
     (found,) = on_ranks(1, warmed_up)
     assert {name for name in found if name.startswith("policy/")} == {"policy/entropy"}
     assert found["value/grad_norm"] == 3.0 and found["kl/coef"] == 0.1
+
+
+def test_what_a_step_trained_on_without_a_token_is_left_out(on_ranks: OnRanks) -> None:
+    (found,), (whole,) = on_ranks(1, failed), on_ranks(1, warmed_up)
+    of_tokens = {f"{name}/{kind}" for name in ("advantage", "value", "return") for kind in ("mean", "std")}
+    assert set(whole) - set(found) == of_tokens | {"value/clip_fraction", "value/explained_variance"}
+    assert not any(map(math.isnan, found.values()))
 
 
 def test_shares_of_sources_are_those_of_what_is_trained_on(on_ranks: OnRanks) -> None:
