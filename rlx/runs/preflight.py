@@ -129,8 +129,9 @@ def prepare(
         sources.check_enough(config.data, config.eval, config.train.prompts_per_step)
     path = model_path or model_folder(config.model.path, config.storage, progress)
     made = {key: model_folder(other, config.storage, progress) for key, other in companions(config.model).items()}
-    config = from_tree(with_overrides(config.model_dump(exclude_unset=True), made))
-    check_model(config, path)
+    if path != config.model.path or made != companions(config.model):  # `check_quickly` has seen another
+        config = from_tree(with_overrides(config.model_dump(exclude_unset=True), made))
+        check_model(config, path)
     if not tables and (is_model_folder(path, "model.path") or not address_of(config.ray_address)):
         prompts.check_template(config.data.chat_template_args, chats, path, config.model.trust_remote_code)
     # Dumped as a whole: from here on every setting counts as given, so that a resume takes no other defaults.
@@ -168,8 +169,7 @@ def check_quickly(config: RunConfig, *, has_prompts: bool = False) -> None:
         raise ConfigError("train.optimizer adamw_8bit needs torchao: pip install 'rlx[torchao]'")
     check_place(plan_resources(config), config.ray_address)
     for setting, other in companions(config.model).items():
-        is_there = other in OWN_MODELS or is_model_folder(other, setting)
-        if not is_there and not address_of(config.ray_address):
+        if not (other in OWN_MODELS or is_model_folder(other, setting) or address_of(config.ray_address)):
             check_hub_name(other, setting)
     if config.model.path in OWN_MODELS:
         return

@@ -17,7 +17,7 @@ from rlx.cluster import machine
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections.reward import RewardConfig
-from rlx.models import tiny
+from rlx.models import loading, tiny
 from rlx.models.folder import checkpoint_bytes
 from rlx.rewards import scoring
 from rlx.rewards.custom import RewardError
@@ -41,6 +41,18 @@ def test_targets_of_adapters_are_looked_for_before_anything_starts(tiny_model: P
     check("q_proj", "mlp.up_proj")
     with pytest.raises(ConfigError, match=r"^model\.lora_targets v_prj: no linear layer .*; nearest: v_proj$"):
         check("q_proj", "v_prj")
+
+
+def test_layers_of_adapters_are_looked_at_once(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, check = list[str](), loading.check_adapted_layers
+    monkeypatch.setattr(loading, "check_adapted_layers", lambda path, model: (looked.append(path), check(path, model)))
+    model = {"path": str(tiny_model), "lora_rank": 2, "lora_targets": ["q_proj"]}
+    of_critic = {"critic": "separate", "critic_path": str(tiny_model)}
+    tree = {"storage": str(tmp_path), "model": model | of_critic, "data": {"max_prompt_tokens": 16}}
+    preflight.prepare(from_tree(tree), tables={"train": None})
+    assert looked == [str(tiny_model)]
 
 
 @pytest.mark.parametrize("setting", ["data.source", "data.ptx_source", "eval.source"])
