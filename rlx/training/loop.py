@@ -27,7 +27,7 @@ from rlx.training.experience import Experience, LogprobBatch, RolloutBatch, conc
 from rlx.training.metrics import StepCounts, StepTimer, summarize
 from rlx.training.reporting import Reporter
 from rlx.training.stats import Sums
-from rlx.training.trainer import Trainer
+from rlx.training.trainer import Trainer, is_policy_alone
 from rlx.training.update import gradient_shares, update
 from rlx.types import Phase
 
@@ -131,9 +131,7 @@ def compute_logprobs(trainer: Trainer, batch: RolloutBatch, deferred: bool = Fal
 
 def needs_no_model(trainer: Trainer) -> bool:
     """Whether engines have said all that is to be known of completions before the update."""
-    config = trainer.config
-    policy_alone = config.resolved_reference == "none" and config.resolved_critic == "none"
-    return policy_alone and config.algorithm.old_logprobs == "rollout"
+    return is_policy_alone(trainer) and trainer.config.algorithm.old_logprobs == "rollout"
 
 
 def old_policy_output(trainer: Trainer, batch: RolloutBatch) -> PolicyOutput:

@@ -95,10 +95,9 @@ class Trainer:
         The policy is still the old one in that pass, so a separate pass is saved. The run must have no reference and no
         critic, recompute log-probabilities, choose no tokens by them, and score a step's rollouts in one piece.
         """
-        config = self.config
-        policy_alone = config.resolved_reference == "none" and config.resolved_critic == "none"
-        is_late = config.algorithm.old_logprobs == "recomputed" and not config.algorithm.chooses_tokens
-        return policy_alone and is_late and config.rollout.num_chunks == 1
+        algorithm = self.config.algorithm
+        is_late = algorithm.old_logprobs == "recomputed" and not algorithm.chooses_tokens
+        return is_policy_alone(self) and is_late and self.config.rollout.num_chunks == 1
 
     def begin_step(self) -> None:
         """Takes the numbers that settings with a schedule have in the next step; they follow from steps and tokens."""
@@ -159,6 +158,11 @@ class Trainer:
         """Each value's maximum over all ranks. A collective call."""
         highest = torch.tensor(values, dtype=torch.float64, device=self.device)
         return list(self.mesh.all_reduce_max(highest).tolist())
+
+
+def is_policy_alone(trainer: Trainer) -> bool:
+    """Whether neither a reference nor a critic scores what the policy has said."""
+    return trainer.config.resolved_reference == "none" and trainer.config.resolved_critic == "none"
 
 
 def initial_ema(train: TrainConfig, policy: Any) -> dict[str, Tensor]:
