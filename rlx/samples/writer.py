@@ -10,7 +10,7 @@ import copy
 import shutil
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -160,34 +160,44 @@ def discard_after(run: Storage, step: int, notify: Notify, sets_aside: bool = Fa
     Args:
         sets_aside: completions go to the folder `REDONE`, also for a resume of the resume; else they are deleted.
     """
-    for folder, file_of in ((run / COMPLETIONS, CompletionFile.of), (run / EVALUATIONS, EvaluationFile.of)):
-        try:
-            for name in retry(folder.names, f"reading {folder.path}"):
-                file = file_of(name)
-                if sets_aside and isinstance(file, CompletionFile) and file.step > step:
-                    retry(partial(_move, folder / name, run / REDONE), f"moving {name}")
-                elif name.endswith(".part") or (file and file.step > step):
-                    retry((folder / name).delete, f"deleting {name}")
-        except StorageError as error:
-            notify(f"{folder.name} of steps after {step} are left from before: {error}")
-    if sets_aside:
-        _forget_before(run / REDONE, step, notify)
+    left, redone = f"of steps after {step} are left from before", run / REDONE
+    aside = redone if sets_aside else None
+    _take_away(run / COMPLETIONS, CompletionFile.of, lambda of: of > step, f"{COMPLETIONS} {left}", notify, aside)
+    _take_away(run / EVALUATIONS, EvaluationFile.of, lambda of: of > step, f"{EVALUATIONS} {left}", notify)
+    if sets_aside:  # a checkpoint has what was set aside of earlier steps
+        _take_away(redone, CompletionFile.of, lambda of: of <= step, REDONE, notify)
+
+
+def _take_away(
+    folder: Storage,
+    file_of: Callable[[str], CompletionFile | EvaluationFile | None],
+    is_useless: Callable[[int], bool],
+    said: str,
+    notify: Notify,
+    aside: Storage | None = None,
+) -> None:
+    """Deletes the files of some steps, or moves them to another folder, and deletes what is half written.
+
+    Args:
+        file_of: reads a name; None: the file is another's, and stays.
+        is_useless: whether files of this step are taken away.
+        said: what an error is said of.
+    """
+    try:
+        for name in retry(folder.names, f"reading {folder.path}"):
+            file = file_of(name)
+            is_chosen = file is not None and is_useless(file.step)
+            if is_chosen and aside:
+                retry(partial(_move, folder / name, aside), f"moving {name}")
+            elif is_chosen or name.endswith(".part"):
+                retry((folder / name).delete, f"deleting {name}")
+    except StorageError as error:
+        notify(f"{said}: {error}")
 
 
 def _move(file: Storage, folder: Storage) -> None:
     file.filesystem.create_dir(folder.path)
     file.filesystem.move(file.path, (folder / file.name).path)
-
-
-def _forget_before(redone: Storage, step: int, notify: Notify) -> None:
-    """Deletes what was set aside of steps that a checkpoint has since."""
-    try:
-        for name in retry(redone.names, f"reading {redone.path}"):
-            file = CompletionFile.of(name)
-            if file and file.step <= step:
-                retry((redone / name).delete, f"deleting {name}")
-    except StorageError as error:
-        notify(f"{redone.name}: {error}")
 
 
 def as_bytes(table: pa.Table) -> bytes:
