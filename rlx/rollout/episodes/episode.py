@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from rlx.rollout.base import Output, Request, request_seed
 from rlx.rollout.episodes.dialogue import Dialogue, Written
@@ -39,7 +40,7 @@ class EpisodeLimits:
     prompt_tokens: int | None = None  # of the first messages; None: any number
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EpisodeSeeds:
     """Which episode it is, and the seeds that follow from that."""
 
@@ -48,7 +49,7 @@ class EpisodeSeeds:
     prompt: Prompt
     sample: int
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Of all that decides what an environment says to the same actions: the seeds, and the row that it is given."""
         decisive = (self.run_seed, self.step, self.prompt.id, self.sample, self.prompt.task)
