@@ -142,9 +142,10 @@ def _checked(key: str, value: Any) -> Any:
     if isinstance(value, str):
         return sendable(value)
     try:
-        json.dumps(value)
+        json.dumps(value, allow_nan=False)  # JSON has no inf, and a nan is no answer that can be repeated
     except (TypeError, ValueError):
-        raise TypeError(f"the field {key} of a message is not JSON but {type(value).__name__}") from None
+        kind = f"{type(value).__name__} {value!r:.80}"
+        raise TypeError(f"the field {key} of a message is not JSON but {kind}") from None
     return value
 
 

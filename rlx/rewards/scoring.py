@@ -162,7 +162,7 @@ def checked(name: str, responses: Sequence[Response], returned: Any) -> list[flo
     for response, value in zip(responses, scores, strict=True):
         if not is_finite(value):
             raise RewardError(f"reward {name}: {brief(value)} is not a finite score, for {_named(response)}")
-        if abs(value) > _LARGEST:
+        if abs(float(value)) > _LARGEST:
             raise RewardError(f"reward {name}: {brief(value)} is too large a score, for {_named(response)}")
     return [float(value) for value in scores]
 

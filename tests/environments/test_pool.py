@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import date
 from typing import Any
 
+import numpy as np
 import pytest
 from episode_cases import pool_of
 
@@ -104,8 +105,11 @@ class Moody(Echo):
 
 
 class Field(Echo):
+    """Answers with a field of that name."""
+
     def step(self, action: str, seed: int) -> Any:
-        return [{"role": "user", "content": "a", "when": date(2020, 1, 1)}], 0.0, False
+        fields = {"when": date(2020, 1, 1), "half": np.float16(0.5), "most": float("inf"), "none": [float("nan")]}
+        return [{"role": "user", "content": "a", action: fields[action]}], 0.0, False
 
 
 class Named(Echo):
@@ -453,9 +457,18 @@ def test_a_score_that_is_another_one_when_it_is_given_again_is_caught() -> None:
     assert asyncio.run(cut()) is False and pool.failures["unrepeatable"] == 1
 
 
-def test_a_field_that_no_checkpoint_can_keep_fails_the_episode() -> None:
-    texts, _ = said(pool_of(f"{HERE}Field"), "a")
-    assert texts[1] == "failed: raised TypeError: the field when of a message is not JSON but date"
+@pytest.mark.parametrize(
+    ("field", "kind"),
+    [
+        ("when", "date datetime.date(2020, 1, 1)"),
+        ("half", "float16 np.float16(0.5)"),
+        ("most", "float inf"),
+        ("none", "list [nan]"),
+    ],
+)
+def test_a_field_that_no_checkpoint_can_keep_fails_the_episode(field: str, kind: str) -> None:
+    texts, _ = said(pool_of(f"{HERE}Field"), field)
+    assert texts[1] == f"failed: raised TypeError: the field {field} of a message is not JSON but {kind}"
 
 
 def test_an_argument_may_be_called_method() -> None:

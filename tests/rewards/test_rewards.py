@@ -6,6 +6,7 @@ import math
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -587,6 +588,13 @@ def test_a_wrong_number_of_scores_is_an_error(returned: Any, shown: str) -> None
     with pytest.raises(RewardError) as caught:
         scoring.score([response(), response(number=1)], {"task": lambda _: returned}, RewardConfig())
     assert str(caught.value).startswith(f"reward task: {shown}")
+
+
+def test_half_precision_is_a_score() -> None:
+    scores = np.array([0.5, -6e4], dtype=np.float16)
+    with warnings.catch_warnings(action="error"):  # NumPy warns where it compares one with a number beyond its range
+        found = scoring.score([response(), response(number=1)], {"task": lambda _: scores}, RewardConfig())
+    assert found.by_function["task"] == [0.5, -60_000.0] and type(found.by_function["task"][0]) is float
 
 
 TWO = [Prompt(0, (), "1 + 1?", "2"), Prompt(1, (), "2 + 2?", "4")]
