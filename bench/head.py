@@ -23,7 +23,7 @@ from measure import Memory, now
 from torch import Tensor, nn
 
 from rlx.models import logprobs
-from rlx.models.logprobs import LogitScorer, runs_kernels, score_logits, stored_logits_on_gpu, token_logprobs
+from rlx.models.logprobs import LogitScorer, runs_kernels, score_logits, sixteenth_of_gpu, token_logprobs
 
 ROW = "{:>7} {:>8} {:>9} {:>9} {:>9} {:>9} {:>10} {:>9}"
 
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     device = torch.device("cuda" if args.gpu else "cpu")
     hidden, vocabulary = (896, 151_936) if args.gpu else (64, 4096)
-    stored = (0, stored_logits_on_gpu(1.0)) if args.gpu else (0, 2**20)
+    stored = (0, 2 * sixteenth_of_gpu(1.0)) if args.gpu else (0, 2**20)
     name = torch.cuda.get_device_name() if args.gpu else "CPU"
     print(f"{name}, torch {torch.__version__}; H={hidden}, V={vocabulary}; stored: 2^20 float32 numbers")
     print(ROW.format("tokens", "way", "entropy", "stored", "ms", "Mtok/s", "peak GiB", "distance"))

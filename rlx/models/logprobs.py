@@ -106,8 +106,8 @@ def runs_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None and any(map(shutil.which, compilers))
 
 
-def stored_logits_on_gpu(share: float) -> int:
-    """`STORED_LOGITS` for a process that uses this share of its GPU: a sixteenth of that memory, in float32."""
+def sixteenth_of_gpu(share: float) -> int:
+    """How many float32 numbers a sixteenth of its memory holds, for a process that uses this share of its GPU."""
     memory: int = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return int(memory * min(1.0, share)) // 16 // 4
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlx.models import logprobs
-from rlx.models.logprobs import stored_logits_on_gpu, token_logprobs
+from rlx.models.logprobs import sixteenth_of_gpu, token_logprobs
 
 TOKENS, HIDDEN, VOCABULARY = 37, 16, 50
 
@@ -64,12 +64,12 @@ def values_and_gradients(
 
 
 @pytest.mark.parametrize(("share", "expected"), [(1.0, 2**31), (0.25, 2**29), (2.0, 2**31)])
-def test_a_sixteenth_of_the_gpu_memory_of_a_process_is_for_logits(
+def test_a_sixteenth_is_of_the_gpu_memory_that_a_process_has(
     share: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=128 << 30))
-    assert stored_logits_on_gpu(share) == expected
+    assert sixteenth_of_gpu(share) == expected
 
 
 @pytest.mark.parametrize("stored", [0, 14 * VOCABULARY, 2**30])

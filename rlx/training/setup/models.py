@@ -88,7 +88,7 @@ class _Loader:
             dtype=self.dtype,
         )
         if device_type == "cuda":
-            policy.stored_logits = 2 * spare_numbers(config.scaling)
+            policy.stored_logits = 2 * spare_numbers(config.scaling)  # an eighth of the memory
         return policy
 
     def critic(self) -> Critic:
@@ -221,6 +221,6 @@ def spare_numbers(scaling: ScalingConfig) -> int:
 
     It is the same on all workers, the least of their GPUs'. A collective call.
     """
-    own = torch.tensor(logprobs.stored_logits_on_gpu(scaling.resources_per_worker.get("GPU", 1.0)), device="cuda")
+    own = torch.tensor(logprobs.sixteenth_of_gpu(scaling.resources_per_worker.get("GPU", 1.0)), device="cuda")
     dist.all_reduce(own, op=dist.ReduceOp.MIN)
     return int(own)
