@@ -131,6 +131,13 @@ def broadcast_object(value: T, group: Any = None) -> T:
     return values[0]
 
 
+def in_turns(own: Tensor, mesh: Mesh) -> Tensor:
+    """`[N n]` the numbers of all n replicas, of which each has every n-th, `own` `[N]`; a collective call."""
+    found = own.new_zeros(len(own) * mesh.dp_size)
+    found[mesh.dp_rank :: mesh.dp_size] = own
+    return mesh.all_reduce_sum(found)
+
+
 def exchange_objects(values: Sequence[T], mesh: Mesh) -> list[T]:
     """What each replica has for this one, in the order of replicas; a collective call.
 

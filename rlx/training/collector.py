@@ -16,7 +16,7 @@ from rlx.algorithms import advantages
 from rlx.config.sections.algorithm import AlgorithmConfig
 from rlx.config.sections.rollout import RolloutConfig
 from rlx.config.sections.train import TrainConfig
-from rlx.mesh import Mesh, exchange_objects
+from rlx.mesh import Mesh, exchange_objects, in_turns
 from rlx.rewards.completions import CompletionScorer
 from rlx.rollout.base import Engines
 from rlx.samples.columns import Kind, StepCompletions, TrainedTokens
@@ -131,9 +131,7 @@ class Selection:
         if self.mesh is None:
             return self._alike
         own = torch.tensor(self._alike, dtype=torch.float32, device=self.mesh.mesh.device_type)
-        found = own.new_zeros(len(own) * self.replicas)
-        found[self.replica :: self.replicas] = own
-        return [bool(each) for each in self.mesh.all_reduce_sum(found).tolist()]
+        return [bool(each) for each in in_turns(own, self.mesh).tolist()]
 
 
 @dataclass(frozen=True)
@@ -177,11 +175,10 @@ class RolloutCollector:
         prompts = self.queue.prompts
         if prompts.success is None:
             return {}
-        correct = torch.zeros(self.train.prompts_per_step, dtype=torch.float64, device=device)
         own, size = selection.candidates, selection.samples
         shares = [right_share(own[start : start + size]) for start in range(0, len(own), size)]
-        correct[prompts.rank :: prompts.ranks] = torch.tensor(shares, dtype=torch.float64, device=device)
-        return prompts.observe(self.score.mesh.all_reduce_sum(correct).tolist())
+        correct = in_turns(torch.tensor(shares, dtype=torch.float64, device=device), self.score.mesh)
+        return prompts.observe(correct.tolist())
 
     def wait_for_pending(self, step: int) -> None:
         """Waits for rollouts that run ahead, unless they may continue with the next weights."""
