@@ -1,6 +1,6 @@
 """Whole steps of rlx beside those of TRL's GRPOTrainer: response tokens per second of the same work on one machine.
 
-    python bench/against_trl.py [--gpu] [--steps N] [--SECTION.SETTING VALUE ...]
+    python bench/against_trl.py [--gpu [--ahead]] [--steps N] [--ways WAY ...] [--SECTION.SETTING VALUE ...]
 
 The same model, prompts, completions for each, sampling, optimizer steps, precision and number of micro-batches; the
 learning rate is 0. TRL, pinned by the extra `bench`, runs in one process that has all that engine and worker of rlx
@@ -9,22 +9,31 @@ transformers' generate. What it is given follows from rlx's settings in `argumen
 rlx, then the fastest way again; rlx is compared with the fastest. Its own habits stay: no seeds for requests,
 log-probabilities of the engine, padding to the longest of a step. Both are timed from the end of a step to the end of
 the next. The way with bfloat16 weights is less exact than rlx, whose trained weights are float32: it has a row, and is
-not what rlx is compared with. Left out: TRL on several GPUs.
+not what rlx is compared with.
+
+With --ahead, on two GPUs, rlx generates one step ahead, and TRL's asynchronous trainer (AsyncGRPOTrainer) trains on one
+GPU while vLLM's server draws on the other. It gets weights as often as rlx, has as many requests under way, and may be
+as stale as it is by default, four weight updates; its first `FILLING` steps more are not counted, in which its queue
+fills. How both of TRL's trainers are run is in trl_runs.py. Left out: TRL on more GPUs.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import alike
 import table
+import trl_runs
 import workload
 from rollout import described
+from trl_runs import Measured
 
 from rlx.cli.options import exit_code
 from rlx.config.errors import ConfigError
@@ -52,44 +61,57 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """settings of TRL that no setting of rlx decides, and that cost or gain it speed"""
 
-Measured = list[tuple[int, float]]
-"""response tokens and seconds of each step"""
+AHEAD: dict[str, dict[str, Any]] = {"plain": {}, "compiled": {"torch_compile": True}}
+"""the same of its asynchronous trainer, which has no liger"""
+Trl = Callable[[RunConfig, str, alike.Prompts, str], Measured]
+"""runs one of TRL's trainers in a way; returns its counted steps"""
+FILLING = 2
+"""steps of the asynchronous trainer that are not counted, besides those that are never"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = workload.parser(__doc__, steps=(6, 6))
     options.add_argument("--ways", nargs="+", choices=list(WAYS), help="how TRL is set; default: plain, on GPUs all")
+    options.add_argument("--ahead", action="store_true", help="one step ahead, on two GPUs; else on policy")
+    words = sys.argv[1:] if argv is None else argv
 
     def script() -> int:
-        args, config = workload.read(options, argv, CPU, GPU)
-        check(config)
-        load = os.getloadavg()[0]
+        is_ahead = "--ahead" in words
+        args, config = workload.read(options, words, CPU, GPU | (alike.AHEAD if is_ahead else {}))
+        known = list(AHEAD if is_ahead else WAYS)
+        ways = args.ways or (known if args.gpu else ["plain"])
+        check(config, is_ahead)
+        if unknown := sorted(set(ways) - set(known)):
+            raise ConfigError(f"--ways {unknown[0]}: TRL's asynchronous trainer has {', '.join(known)}")
+        load, name = os.getloadavg()[0], "against_trl" + ("_ahead" if is_ahead else "")
         with workload.prepared(config) as (ready, path):
-            figures = measure(ready, path, args.ways or (list(WAYS) if args.gpu else ["plain"]))
-            table.finish("against_trl", figures, ready, args.out, load, described(ready))
+            figures = measure(ready, path, ways, by_trl_ahead(Path(args.out)) if is_ahead else by_trl)
+            table.finish(name, figures, ready, args.out, load, described(ready))
         return 0
 
     return exit_code(script)
 
 
-def check(config: RunConfig) -> None:
+def check(config: RunConfig, is_ahead: bool = False) -> None:
     """ConfigError for a config that TRL cannot run alike, and where TRL is not installed."""
-    alike.check(config, "TRL")
+    if is_ahead and not (config.scaling.use_gpu and alike.gpus(config) == 2 == 1 + config.rollout.num_engines):
+        raise ConfigError("--ahead: TRL trains on one GPU and draws on another; add --gpu, and show rlx two of them")
+    alike.check(config, "TRL", has_gpus=is_ahead, is_ahead=is_ahead)
     if not find_spec("trl"):
         raise ConfigError("TRL is not installed here: pip install -e '.[bench]'")
 
 
-def measure(config: RunConfig, path: str, ways: Sequence[str]) -> dict[str, float]:
+def measure(config: RunConfig, path: str, ways: Sequence[str], run: Trl) -> dict[str, float]:
     """The table: rlx's figures, and TRL's in each way."""
     from rlx.runs import preflight
 
     tables = preflight.prompt_tables(config, path)
     prompts = alike.prompts(config, path, tables)
-    drawn = {way: by_trl(config, path, prompts, way) for way in ways}
+    drawn = {way: run(config, path, prompts, way) for way in ways}
     found = {way: workload.median_rates(each)[0] for way, each in drawn.items()}
     best = max((way for way in found if "bfloat16" not in way), key=found.__getitem__, default=ways[0])
     ours = alike.by_rlx(config, tables)
-    (again,) = workload.median_rates(by_trl(config, path, prompts, best))
+    (again,) = workload.median_rates(run(config, path, prompts, best))
     return (
         ours
         | {f"TRL, {way}, tokens/s": rate for way, rate in found.items()}
@@ -103,18 +125,39 @@ def measure(config: RunConfig, path: str, ways: Sequence[str]) -> dict[str, floa
 
 
 def by_trl(config: RunConfig, path: str, prompts: alike.Prompts, way: str) -> Measured:
-    """TRL's counted steps, in a process with the resources of an engine and a worker."""
+    """TRL's counted steps on policy, in a process with the resources of an engine and a worker."""
+    measured: Measured = _alone(config, trl_runs.on_policy, path, arguments(config) | WAYS[way], prompts)
+    workload.say_drawn(f"TRL, {way}", measured)
+    return measured[workload.WARM :]
+
+
+def by_trl_ahead(out: Path) -> Trl:
+    """The same of its asynchronous trainer; its own metrics go to OUT/trl-WAY.json, the server's words beside them."""
+
+    def run(config: RunConfig, path: str, prompts: alike.Prompts, way: str) -> Measured:
+        out.mkdir(parents=True, exist_ok=True)
+        file = out.resolve() / f"trl-{way}.json"
+        given = asynchronous(config) | AHEAD[way]
+        words = serving(config), str(file.with_suffix(".log"))
+        measured, metrics = _alone(config, trl_runs.ahead, path, given, prompts, *words)
+        file.write_text(json.dumps(metrics, indent=1) + "\n")
+        workload.say_drawn(f"TRL, {way}, one step ahead", measured)
+        return list(measured[workload.WARM + FILLING :])
+
+    return run
+
+
+def _alone(config: RunConfig, run: Callable[..., Any], *words: Any) -> Any:
+    """What a function returns in a process of its own, with the resources of an engine and a worker."""
     import ray
 
     from rlx.cluster.resources import plan_resources
 
     cpus = max(1, round(plan_resources(config).total().get("CPU", 1.0)))
-    process: Any = ray.remote(max_calls=1)(trained).options(
+    process: Any = ray.remote(max_calls=1)(run).options(
         num_cpus=cpus, num_gpus=alike.gpus(config), runtime_env={"env_vars": {"OMP_NUM_THREADS": str(cpus)}}
     )
-    measured: Measured = ray.get(process.remote(path, arguments(config) | WAYS[way], prompts))
-    workload.say_drawn(f"TRL, {way}", measured)
-    return measured[workload.WARM :]
+    return ray.get(process.remote(*words))
 
 
 def arguments(config: RunConfig) -> dict[str, Any]:
@@ -165,40 +208,31 @@ def arguments(config: RunConfig) -> dict[str, Any]:
     return given | (engine if on_gpu else {})
 
 
-def trained(path: str, given: Mapping[str, Any], prompts: alike.Prompts) -> Measured:
-    """Runs TRL in this process on each step's prompts."""
-    import tempfile
-    import time
-    import warnings
+def asynchronous(config: RunConfig) -> dict[str, Any]:
+    """TRL's AsyncGRPOConfig for the same work: a step of rlx is as many optimizer steps, after which weights travel."""
+    given, updates = arguments(config), config.train.num_minibatches * config.train.ppo_epochs
+    left_out = {"steps_per_generation", "num_iterations", "beta", "loss_type", "shuffle_dataset", "generation_kwargs"}
+    kept = {name: value for name, value in given.items() if name not in left_out and "vllm" not in name}
+    return kept | {
+        "max_steps": (config.train.steps + FILLING) * updates,
+        "weight_sync_steps": updates,
+        "token_budget": 0,  # as many completions in each micro-batch
+        "max_inflight_tasks": alike.completions(config),
+    }
 
-    warnings.filterwarnings("ignore")
-    from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
 
-    tokens: list[int] = []
-    ends = [0.0]
-    updates = given["max_steps"] // len(prompts)
-
-    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        tokens.append(sum(map(len, completion_ids)))
-        return [float(len(ids)) for ids in completion_ids]
-
-    class Watch(TrainerCallback):  # type: ignore[misc]
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            ends[0] = time.perf_counter()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step % updates == 0:
-                ends.append(time.perf_counter())
-
-    with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(output_dir=folder, **given)
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        rows = Dataset.from_dict({"prompt": alike.texts(tokenizer, prompts)})
-        trainer = GRPOTrainer(path, reward, config, rows, processing_class=tokenizer, callbacks=[Watch()])
-        trainer.train()
-    return [(count, after - before) for count, before, after in zip(tokens, ends, ends[1:], strict=False)]
+def serving(config: RunConfig) -> list[str]:
+    """The arguments of vLLM's server for the same work, as TRL's documentation has them."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    words = {
+        "--dtype": config.model.dtype,
+        "--max-model-len": longest,
+        "--max-num-seqs": config.rollout.max_num_seqs,
+        "--gpu-memory-utilization": config.rollout.gpu_memory_utilization,
+        "--logprobs-mode": "processed_logprobs",
+        "--weight-transfer-config": '{"backend": "nccl"}',
+    }
+    return [str(each) for pair in words.items() for each in pair]
 
 
 if __name__ == "__main__":

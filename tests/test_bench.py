@@ -98,6 +98,7 @@ def settings(**given: object) -> RunConfig:
             ["--algorithm.advantage", "rloo"],
             "algorithm.advantage rloo: TRL does the same work only with",
         ),
+        ("against_trl", ["--ahead"], "--ahead: TRL trains on one GPU and draws on another"),
         ("against_verl", [], "veRL needs a GPU: add --gpu"),
     ],
 )
@@ -131,6 +132,17 @@ def test_trl_is_given_the_same_work(tmp_path: Path) -> None:
     assert (given["per_device_train_batch_size"], given["gradient_accumulation_steps"]) == (4, 3)
     assert (given["steps_per_generation"], given["max_steps"]) == (6, 14)
     assert (given["max_completion_length"], given["bf16"], given["use_cpu"]) == (128, False, True)
+
+
+def test_the_asynchronous_trainer_of_trl_is_given_the_same_work(tmp_path: Path) -> None:
+    config = from_tree(with_overrides({}, against_trl.GPU | {"train.steps": 7}))
+    given, step = against_trl.asynchronous(config), {"train__ppo_epochs": 2, "train__num_minibatches": 4}
+    asynchronous = pytest.importorskip("trl.experimental.async_grpo").AsyncGRPOConfig
+    assert given.keys() <= {field.name for field in fields(asynchronous)}
+    assert (given["weight_sync_steps"], given["max_steps"], given["max_inflight_tasks"]) == (2, 18, 512)
+    assert against_trl.asynchronous(settings(**step, train__steps=7))["weight_sync_steps"] == 8
+    served = against_trl.serving(config)
+    assert served[served.index("--max-model-len") + 1] == "384" and served[served.index("--dtype") + 1] == "bfloat16"
 
 
 @pytest.mark.parametrize(

@@ -179,13 +179,14 @@ def attention(
 
 
 # Before torch 2.12 the kernel takes fewer heads of keys than of queries without being told.
-_FEWER_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+FEWER_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+"""what torch's kernel is told where there are fewer heads of keys than of queries"""
 
 
 def _on_gpu(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
     cuts = packing.queries, packing.keys, packing.longest_queries, packing.longest_keys
     # Causal: the last query of a segment is aligned with its last key.
-    out: Any = varlen_attn(query, key, value, *cuts, scale=scaling, window_size=(-1, 0), **_FEWER_KEYS)
+    out: Any = varlen_attn(query, key, value, *cuts, scale=scaling, window_size=(-1, 0), **FEWER_KEYS)
     return out
 
 
