@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import alike
 import table
@@ -61,8 +62,24 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """settings of TRL that no setting of rlx decides, and that cost or gain it speed"""
 
-AHEAD: dict[str, dict[str, Any]] = {"plain": {}, "compiled": {"torch_compile": True}}
-"""the same of its asynchronous trainer, which has no liger"""
+
+class Ahead(NamedTuple):
+    """The same of its asynchronous trainer, which has no liger, and of vLLM's server beside it."""
+
+    trainer: dict[str, Any]
+    server: list[str]
+    environment: dict[str, str]
+
+
+# With its older runner vLLM 0.24 samples requests with seeds, which TRL's are, one by one; rlx asks for the newer one.
+_NEWER = Ahead({}, ["--api-server-count", "4"], {"VLLM_USE_V2_MODEL_RUNNER": "1"})
+AHEAD = {
+    "plain": Ahead({}, [], {}),
+    "four front ends": _NEWER._replace(environment={}),
+    "newer runner": _NEWER,
+    "newer runner, compiled": _NEWER._replace(trainer={"torch_compile": True}),
+}
+"""the newer runner has four front ends, too"""
 Trl = Callable[[RunConfig, str, alike.Prompts, str], Measured]
 """runs one of TRL's trainers in a way; returns its counted steps"""
 FILLING = 2
@@ -71,18 +88,20 @@ FILLING = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = workload.parser(__doc__, steps=(6, 6))
-    options.add_argument("--ways", nargs="+", choices=list(WAYS), help="how TRL is set; default: plain, on GPUs all")
+    options.add_argument(
+        "--ways", nargs="+", choices=list(WAYS | AHEAD), help="how TRL is set; default: plain, on GPUs all"
+    )
     options.add_argument("--ahead", action="store_true", help="one step ahead, on two GPUs; else on policy")
     words = sys.argv[1:] if argv is None else argv
 
     def script() -> int:
         is_ahead = "--ahead" in words
         args, config = workload.read(options, words, CPU, GPU | (alike.AHEAD if is_ahead else {}))
-        known = list(AHEAD if is_ahead else WAYS)
-        ways = args.ways or (known if args.gpu else ["plain"])
+        own = list(AHEAD if is_ahead else WAYS)
+        ways = args.ways or (own if args.gpu else ["plain"])
         check(config, is_ahead)
-        if unknown := sorted(set(ways) - set(known)):
-            raise ConfigError(f"--ways {unknown[0]}: TRL's asynchronous trainer has {', '.join(known)}")
+        if unknown := sorted(set(ways) - set(own)):
+            raise ConfigError(f"--ways {unknown[0]}: {'with' if is_ahead else 'without'} --ahead: {', '.join(own)}")
         load, name = os.getloadavg()[0], "against_trl" + ("_ahead" if is_ahead else "")
         with workload.prepared(config) as (ready, path):
             figures = measure(ready, path, ways, by_trl_ahead(Path(args.out)) if is_ahead else by_trl)
@@ -107,9 +126,9 @@ def measure(config: RunConfig, path: str, ways: Sequence[str], run: Trl) -> dict
 
     tables = preflight.prompt_tables(config, path)
     prompts = alike.prompts(config, path, tables)
-    drawn = {way: run(config, path, prompts, way) for way in ways}
+    drawn = in_each_way(config, path, prompts, ways, run)
     found = {way: workload.median_rates(each)[0] for way, each in drawn.items()}
-    best = max((way for way in found if "bfloat16" not in way), key=found.__getitem__, default=ways[0])
+    best = max((way for way in found if "bfloat16" not in way), key=found.__getitem__, default=next(iter(found)))
     ours = alike.by_rlx(config, tables)
     (again,) = workload.median_rates(run(config, path, prompts, best))
     return (
@@ -124,6 +143,27 @@ def measure(config: RunConfig, path: str, ways: Sequence[str], run: Trl) -> dict
     )
 
 
+def in_each_way(
+    config: RunConfig, path: str, prompts: alike.Prompts, ways: Sequence[str], run: Trl
+) -> dict[str, Measured]:
+    """TRL's counted steps in each way that it can run.
+
+    Raises:
+        RuntimeError: it ended early in all.
+    """
+    from ray.exceptions import RayError
+
+    drawn = {}
+    for way in ways:
+        try:
+            drawn[way] = run(config, path, prompts, way)
+        except (RayError, RuntimeError) as error:
+            workload.say(f"TRL, {way}, ended early: {error}")
+    if not drawn:
+        raise RuntimeError("TRL ended early in every way")
+    return drawn
+
+
 def by_trl(config: RunConfig, path: str, prompts: alike.Prompts, way: str) -> Measured:
     """TRL's counted steps on policy, in a process with the resources of an engine and a worker."""
     measured: Measured = _alone(config, trl_runs.on_policy, path, arguments(config) | WAYS[way], prompts)
@@ -136,10 +176,13 @@ def by_trl_ahead(out: Path) -> Trl:
 
     def run(config: RunConfig, path: str, prompts: alike.Prompts, way: str) -> Measured:
         out.mkdir(parents=True, exist_ok=True)
-        file = out.resolve() / f"trl-{way}.json"
-        given = asynchronous(config) | AHEAD[way]
-        words = serving(config), str(file.with_suffix(".log"))
-        measured, metrics = _alone(config, trl_runs.ahead, path, given, prompts, *words)
+        file, (given, served, environment) = out / f"trl-{re.sub('[^a-z]+', '-', way)}.json", AHEAD[way]
+        with (
+            open(file.with_suffix(".log"), "w") as log,
+            trl_runs.server(path, serving(config) + served, environment, log) as address,
+        ):
+            words = asynchronous(config) | given | {"vllm_server_base_url": address}
+            measured, metrics = _alone(config, trl_runs.ahead, path, words, prompts)
         file.write_text(json.dumps(metrics, indent=1) + "\n")
         workload.say_drawn(f"TRL, {way}, one step ahead", measured)
         return list(measured[workload.WARM + FILLING :])

@@ -66,30 +66,19 @@ def on_policy(path: str, given: Mapping[str, Any], prompts: alike.Prompts) -> Me
 
 
 def ahead(
-    path: str, given: Mapping[str, Any], prompts: alike.Prompts, served: Sequence[str], log: str
+    path: str, given: Mapping[str, Any], prompts: alike.Prompts, **doors: Any
 ) -> tuple[Measured, dict[str, float]]:
-    """Runs AsyncGRPOTrainer on the first GPU of this process and vLLM's server on the last.
+    """Runs AsyncGRPOTrainer beside a `server`, on the first of this process's GPUs.
 
     Args:
-        served: arguments of the server.
-        log: file for what the server prints.
+        doors: what TRL's trainer takes beside its config, such as `weight_transfer`.
 
     Returns:
         Tokens and seconds of each step, whose tokens are those trained on; and the means of TRL's own metrics over the
         optimizer steps, without the first half of them.
-
-    Raises:
-        RuntimeError: the server ended early.
     """
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    with open(log, "w") as out, server(path, served, devices[-1], out) as address:
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices[0]  # with two, TRL would train on both
-        return _asynchronous(path, dict(given) | {"vllm_server_base_url": address}, prompts)
-
-
-def _asynchronous(
-    path: str, given: Mapping[str, Any], prompts: alike.Prompts, **doors: Any
-) -> tuple[Measured, dict[str, float]]:
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+    os.environ["CUDA_VISIBLE_DEVICES"] = first  # with two, TRL would train on both
     warnings.filterwarnings("ignore")
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -138,8 +127,13 @@ def clock(updates: int) -> tuple[list[float], Any]:
 
 
 @contextmanager
-def server(path: str, served: Sequence[str], device: str, log: IO[str]) -> Iterator[str]:
-    """vLLM's server on a GPU, from when it is ready; gives its address. It ends with the context.
+def server(path: str, served: Sequence[str], environment: Mapping[str, str], log: IO[str]) -> Iterator[str]:
+    """vLLM's server on the last GPU, from when it is ready; gives its address. It ends with the context.
+
+    Args:
+        served: its arguments.
+        environment: what it has beside this process's.
+        log: what it prints goes there.
 
     Raises:
         RuntimeError: it ended before it was ready, or took more than five minutes.
@@ -147,9 +141,9 @@ def server(path: str, served: Sequence[str], device: str, log: IO[str]) -> Itera
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path]
+    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", path]
     words += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log", *served]
-    env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": device}
+    env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": _last_gpu()} | dict(environment)
     process = subprocess.Popen(words, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     address = f"http://127.0.0.1:{port}"
     try:
@@ -159,6 +153,12 @@ def server(path: str, served: Sequence[str], device: str, log: IO[str]) -> Itera
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # its engine too
         process.wait()
+
+
+def _last_gpu() -> str:
+    import torch
+
+    return (os.environ.get("CUDA_VISIBLE_DEVICES") or str(torch.cuda.device_count() - 1)).split(",")[-1]
 
 
 def _wait(address: str, process: subprocess.Popen[bytes], log: str) -> None:
