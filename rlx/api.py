@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.experiment import with_experiment
-from rlx.config.loading import from_tree, read_yaml, with_overrides
+from rlx.config.loading import check_overrides, from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sweep import Mode, ReuseName, RungUnit, SchedulerName, SearchName
 from rlx.types import OnReport
@@ -113,6 +113,7 @@ def resume(
     """
     from rlx.runs import run_folder
 
+    check_overrides(overrides or {})
     storage = storage or RunConfig().storage
     with run_folder.saved_run(name, storage, overrides or {}, trust=trust) as (config, folder):
         if metrics := run_folder.finished_metrics(folder, config.train.steps):
@@ -267,6 +268,7 @@ def resume_tuner(
     from rlx.sweeps import plans, records
     from rlx.sweeps.tuner import make_tuner
 
+    check_overrides(overrides or {})
     address = storage or RunConfig().storage
     place = open_storage(address)
     folder = records.find_sweep(place, name)
@@ -349,6 +351,9 @@ def load_model(
 
     if isinstance(checkpoint, str | Path):
         _, entry = run_folder.checkpoint_of(str(checkpoint), storage or RunConfig().storage)
+    elif not hasattr(checkpoint, "filesystem"):
+        what = "a folder, an address, NAME, NAME@STEP or NAME@best of a run, or a checkpoint of Ray"
+        raise ConfigError(f"load_model: expected {what}, not {type(checkpoint).__name__}")
     else:
         entry = run_folder.pointed_checkpoint(Storage(checkpoint.filesystem, checkpoint.path))
     return export.exported_model(entry)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -79,6 +80,47 @@ def test_load_config_reads_a_file_and_overrides(tmp_path: Path) -> None:
         rlx.load_config(overrides={"train.steps": 0})
     with pytest.raises(rlx.ConfigError, match=r"the first argument is a file; give settings as overrides="):
         rlx.load_config(cast(Any, {"train.steps": 3}))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            {"train": {"steps": 3}},
+            "train: settings have dotted keys here, such as train.steps: overrides={'train.steps': 3}",
+        ),
+        ({"train": None}, "train: settings have dotted keys here, such as train.steps"),
+        (
+            {"tracking": {"uri": "http://me:secret@host"}},
+            "tracking: settings have dotted keys here, such as tracking.uri",
+        ),
+        (["train.steps=3"], 'expected settings by dotted key, such as {"train.steps": 3}, not list'),
+        ({3: 4}, 'expected settings by dotted key, such as {"train.steps": 3}; 3 is no key'),
+    ],
+)
+def test_overrides_are_settings_by_dotted_key(overrides: Any, line: str, tmp_path: Path) -> None:
+    """A section would replace the whole one of the file, or of the run that is resumed."""
+    finished_run(tmp_path, "mine")
+    for call in (
+        lambda: rlx.load_config(tmp_path / "runs" / "mine" / "config.yaml", overrides=overrides),
+        lambda: rlx.resume("mine", storage=str(tmp_path), overrides=overrides),
+        lambda: rlx.resume_tuner("mine", storage=str(tmp_path), overrides=overrides),
+    ):
+        with pytest.raises(rlx.ConfigError, match=f"^overrides: {re.escape(line)}$"):
+            call()
+
+
+def test_a_setting_whose_value_is_a_mapping_is_set_whole_by_its_own_key() -> None:
+    """Such as the resources of an engine."""
+    whole = {"CPU": 2.0}
+    config = rlx.load_config(overrides={"rollout.resources_per_engine": whole})
+    assert config.rollout.resources_per_engine == whole
+
+
+@pytest.mark.parametrize("nothing", [None, 3])
+def test_load_model_says_what_it_takes(nothing: Any) -> None:
+    with pytest.raises(rlx.ConfigError, match=rf"^load_model: expected a folder, .*, not {type(nothing).__name__}$"):
+        rlx.load_model(nothing)
 
 
 def checkpoint(run: Storage, step: int, *, finished: bool = True) -> None:

@@ -21,7 +21,7 @@ from pydantic_core import ErrorDetails
 
 from rlx.config.addresses import any_secret
 from rlx.config.errors import ConfigError, called_here, nearest, one_line
-from rlx.config.run import RunConfig, is_dict, sections, setting_keys, settings
+from rlx.config.run import RunConfig, dotted_keys, is_dict, sections, setting_keys, settings
 from rlx.config.sections.base import flatten
 from rlx.config.sections.data import DEFAULT_SOURCE
 
@@ -31,6 +31,7 @@ _SHOWN_CHARACTERS = 300
 _MOST_VALUES = 100_000
 _MOVING = ("checkpoint.", "tracking.", "name", "storage", "ray_address", "wait_for_resources", "train.steps")
 """what a resume changes without changing what a step computes; train.steps only moves the end"""
+_EXPECTED = 'expected settings by dotted key, such as {"train.steps": 3}'
 _NOT_OF_TEXT = ("float_parsing", "int_parsing", "bool_parsing", "float_type", "tuple_type", "dict_type", "model_type")
 """errors of pydantic for a text where none can stand"""
 
@@ -157,8 +158,9 @@ def with_overrides(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
     setting's default if the tree has none.
 
     Raises:
-        ConfigError: a key leads through a setting that has no entries, e.g. train.steps.x.
+        ConfigError: a key leads through a setting that has no entries, e.g. train.steps.x, or is no dotted key.
     """
+    check_overrides(overrides)
     merged: dict[str, Any] = _deep_copy(dict(tree))
     # Shallow keys first: data.source decides the default of data.params, and a dict is set before its entries.
     for key in sorted(overrides, key=lambda key: key.count(".")):
@@ -173,6 +175,24 @@ def with_overrides(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
                 raise ConfigError(f"{key}: {prefix} is {_shorten(node)}, which has no entries")
         node[last] = _deep_copy(overrides[key])
     return merged
+
+
+def check_overrides(overrides: object) -> None:
+    """Raises ConfigError for anything but a mapping of dotted keys: a section would replace the whole one of a tree."""
+    if not isinstance(overrides, Mapping):
+        raise ConfigError(f"overrides: {_EXPECTED}, not {type(overrides).__name__}")
+    for key, value in overrides.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"overrides: {_EXPECTED}; {key!r:.80} is no key")
+        if key in sections():
+            raise ConfigError(f"overrides: {dotted_keys(key, value)}{_in_dots(key, value)}")
+
+
+def _in_dots(section: str, value: object) -> str:
+    """The settings in a section's mapping as overrides, where they can be shown."""
+    if not isinstance(value, Mapping) or not value or any_secret(value):
+        return ""
+    return f": overrides={_shorten({f'{section}.{name}': each for name, each in value.items()})}"
 
 
 def setting_at(flat: Mapping[str, Any], key: str) -> Any:

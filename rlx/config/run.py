@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import typing
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 import pydantic
@@ -211,6 +212,13 @@ def settings() -> dict[str, FieldInfo]:
 def setting_keys() -> list[str]:
     """The dotted keys of all settings."""
     return list(settings())
+
+
+def dotted_keys(section: str, value: object = None) -> str:
+    """What to say of a section that is given where a setting is expected, with a value that may hold its settings."""
+    inside = [f"{section}.{name}" for name in value] if isinstance(value, Mapping) else []
+    first = next(name for name in [*inside, *setting_keys()] if is_setting(name) and name.startswith(f"{section}."))
+    return f"{section}: settings have dotted keys here, such as {first}"
 
 
 def is_default_storage(storage: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from rlx.analysis.comparison.cost import Amount
 from rlx.config.errors import ConfigError, meant, nearest
-from rlx.config.run import is_setting, may_change, sections, setting_keys
+from rlx.config.run import dotted_keys, is_setting, may_change, sections, setting_keys
 from rlx.config.sections.reward import CORRECTNESS
 from rlx.config.sweep import DEFAULT_ALPHA, DEFAULT_METRIC, SchedulerName
 from rlx.runs import preflight, run_folder
@@ -170,8 +170,7 @@ def tell_unscheduled(plan: SweepPlan, keys: Iterable[str]) -> None:
 def check_key(key: Any, path: str) -> None:
     """Raises ConfigError if the space in a file cannot vary a setting of this name."""
     if key in sections():
-        first = next(name for name in setting_keys() if name.startswith(f"{key}."))
-        raise ConfigError(f"--space {path}: {key}: settings have dotted keys here, such as {first}")
+        raise ConfigError(f"--space {path}: {dotted_keys(key)}")
     if not isinstance(key, str) or not is_setting(key):
         raise ConfigError(f"--space {path}: unknown setting {key}{meant(str(key), setting_keys())}")
     if key.startswith(_RESOURCES):
