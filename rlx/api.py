@@ -138,7 +138,7 @@ def _run(config: RunConfig, folder: Storage, *, resume: bool, on_report: OnRepor
 
         notify = shown.message if shown else None
         if not resume:  # a resume keeps its records until the server answers
-            check_tracking(config.tracking)
+            check_tracking(config.tracking, config.storage)
             run_folder.check_start(config)
         with run_folder.keeping_details(folder):
             prepared = preflight.prepare(config, shown.warm_start if shown else None)
@@ -269,8 +269,7 @@ def resume_tuner(
     from rlx.sweeps.tuner import make_tuner
 
     check_overrides(overrides or {})
-    address = storage or RunConfig().storage
-    place = open_storage(address)
+    place = open_storage(address := storage or RunConfig().storage)
     folder = records.find_sweep(place, name)
     with ExitStack() as stack:
         stack.enter_context(claims.take(folder, f"sweep {folder.name!r}"))

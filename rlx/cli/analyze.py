@@ -24,7 +24,7 @@ from rlx.runs import run_folder
 from rlx.storage import signatures
 from rlx.storage.addresses import local_folder, open_storage
 from rlx.storage.filesystem import Storage
-from rlx.tracking.services import mlflow
+from rlx.tracking.services import mlflow, mlflow_errors
 from rlx.tracking.services.reachable import check_mlflow
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception as error:  # the server or the database may go away while it is read
             if type(error).__module__ != "mlflow.exceptions":  # which is slow to import
                 raise
-            raise ConfigError(f"MLflow does not answer any more: {mlflow.cause(error)}") from None
+            raise ConfigError(f"MLflow does not answer any more: {mlflow_errors.cause(error)}") from None
 
     return exit_code(script)
 

@@ -18,7 +18,7 @@ from rlx.runs.preflight import tracking_uri
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import without_options
 from rlx.storage.checkpoint_catalog import CheckpointEntry
-from rlx.tracking.services import mlflow
+from rlx.tracking.services import mlflow, mlflow_errors
 from rlx.tracking.services.mlflow import MLflowService
 
 SHOWN = (*listing.LISTED_METRICS, "eval/ema/accuracy")
@@ -117,7 +117,7 @@ def registered(uri: str, run_id: str | None, folder: Path, name: str) -> str:
     try:
         return mlflow.register(uri, run_id, folder, name)
     except Exception as error:  # each kind of MLflow store has its own errors
-        raise ConfigError(f"--register {name}: {mlflow.cause(error)}; the model is in {folder}") from None
+        raise ConfigError(f"--register {name}: {mlflow_errors.cause(error)}; the model is in {folder}") from None
 
 
 def which(run: str, step: str | None) -> str:

@@ -190,7 +190,7 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
 
         progress.message(f"run {config.name}: {config.train.steps} steps, in {folder.path}")
         if not resume:  # a resume keeps its records until the server answers
-            check_tracking(config.tracking)
+            check_tracking(config.tracking, config.storage)
             run_folder.check_start(config)
         with run_folder.keeping_details(folder):
             prepared = preflight.prepare(config, progress.warm_start)

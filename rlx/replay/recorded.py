@@ -18,7 +18,7 @@ from rlx.storage import checkpoint_catalog, signatures
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.filesystem import Storage
 from rlx.tracking import outbox
-from rlx.tracking.services import mlflow
+from rlx.tracking.services import mlflow, mlflow_errors
 from rlx.tracking.services.reachable import check_mlflow
 
 StepMetrics = Mapping[int, Mapping[str, float]]
@@ -163,5 +163,5 @@ def metrics_of(uri: str, run_id: str) -> StepMetrics:
             for point in sorted(mlflow.history(uri, run_id, name), key=lambda point: point.at_ms):
                 by_step.setdefault(point.step, {})[name] = point.value
     except Exception as error:  # the error type depends on the kind of store
-        raise ConfigError(f"MLflow at {mlflow.without_password(uri)}: {mlflow.cause(error)}") from None
+        raise ConfigError(f"MLflow at {mlflow_errors.without_password(uri)}: {mlflow_errors.cause(error)}") from None
     return dict(sorted(by_step.items()))

@@ -63,7 +63,7 @@ def check_quickly(plan: SweepPlan) -> None:
     """
     check_choices(plan)
     preflight.check_quickly(plan.config)
-    check_tracking(plan.config.tracking)
+    check_tracking(plan.config.tracking, plan.config.storage)
     run_folder.check_start(plan.config)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from filelock import FileLock
 
 import rlx
 from rlx.config.errors import ConfigError
@@ -373,3 +374,10 @@ def test_a_fresh_database_is_used_by_several_at_once(tmp_path: Path) -> None:
     experiments = {each.name: each.experiment_id for each in made.search_experiments()}
     assert {f"experiment {i}" for i in range(5)} <= experiments.keys()
     assert all(len(made.search_runs([experiments[f"experiment {i}"]])) == 3 for i in range(5))
+
+
+def test_the_tables_of_a_database_are_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlflow, "_LONGEST_WAIT_S", 0.1)
+    lock = f"{tmp_path}/mlflow.db.lock"
+    with FileLock(lock), pytest.raises(ConfigError, match=rf"another process has held {lock} for 0\.1 s$"):
+        mlflow.MLflowService(mlflow.default_uri(tmp_path)).check("rlx")

@@ -7,6 +7,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from rlx.config.errors import ConfigError
+from rlx.config.sections.records import TrackingConfig
 from rlx.tracking.services import reachable
 
 UNKNOWN = json.dumps({"error_code": "RESOURCE_DOES_NOT_EXIST", "message": "no such experiment"})
@@ -120,7 +122,7 @@ def test_wandb_needs_a_key_before_anything_starts(tmp_path: Path) -> None:
     """In a process of its own: W&B keeps what it has found for all later runs of a process."""
     code = (
         "from rlx.config.loading import from_tree\nfrom rlx.tracking.services import reachable\n"
-        "reachable.check_tracking(from_tree({'tracking': {'backends': ['mlflow', 'wandb']}}).tracking)\n"
+        "reachable.check_tracking(from_tree({'tracking': {'backends': ['mlflow', 'wandb']}}).tracking, 'storage')\n"
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     kept |= {"NETRC": str(tmp_path / "netrc"), "HOME": str(tmp_path)}
@@ -130,6 +132,59 @@ def test_wandb_needs_a_key_before_anything_starts(tmp_path: Path) -> None:
     )
     assert "ConfigError: tracking.backends wandb: no key for W&B: `wandb login` asks for it" in without.stderr
     assert offline.returncode == 0, offline.stderr
+
+
+@contextmanager
+def without_roots_rights() -> Iterator[None]:
+    """As a user who may not write everywhere, if the tests run as root."""
+    if os.getuid() != 0:
+        yield
+        return
+    os.setresuid(65534, 65534, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+
+
+def refusal(uri: Path | None, storage: Path) -> str:
+    """Why MLflow's database at a path, or in a storage, is refused; empty if it is not."""
+    tracking = TrackingConfig(uri=uri and f"sqlite:///{uri}")
+    try:
+        reachable.check_tracking(tracking, str(storage))
+    except ConfigError as error:
+        return str(error).removeprefix("tracking.uri: MLflow cannot write its database ")
+    return ""
+
+
+def test_a_database_that_cannot_be_written_is_refused_before_mlflow_tries(tmp_path: Path) -> None:
+    """MLflow would try for 100 s."""
+    (file := tmp_path / "file").touch()
+    (folder := tmp_path / "folder").mkdir()
+    for uri, cause in [
+        (file / "x.db", f"{file} is no folder"),
+        (file / "new" / "x.db", f"{file} is no folder"),
+        (folder, "this is no file"),
+    ]:
+        assert refusal(uri, tmp_path) == f"{uri}: {cause}"
+    assert not refusal(file, tmp_path) and not refusal(tmp_path / "new" / "x.db", tmp_path)
+    assert not refusal(None, tmp_path / "new")
+
+
+def test_a_database_without_write_access_is_refused() -> None:
+    with tempfile.TemporaryDirectory() as name:  # pytest's own folders are closed to others
+        (folder := Path(name)).chmod(0o755)
+        (file := folder / "mlflow.db").touch()
+        file.chmod(0o444)
+        with without_roots_rights():
+            if os.access(folder, os.W_OK):  # its own user's
+                assert refusal(file, folder) == f"{file}: no write access to this file"
+                return
+            assert refusal(None, folder) == f"{file}: no write access to the folder {folder}"
+            assert refusal(folder / "new" / "x.db", folder).endswith(f"no write access to the folder {folder}")
+        folder.chmod(0o777)
+        with without_roots_rights():
+            assert refusal(file, folder) == f"{file}: no write access to this file"
 
 
 def test_a_tracking_address_of_no_kind_is_refused() -> None:

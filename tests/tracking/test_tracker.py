@@ -24,7 +24,7 @@ from rlx.storage.filesystem import Storage
 from rlx.tracking import outbox
 from rlx.tracking.base import RunStatus, TrackedRun, Tracker
 from rlx.tracking.memory import NullTracker
-from rlx.tracking.services import mlflow
+from rlx.tracking.services import mlflow, mlflow_errors
 from rlx.tracking.services.mlflow import MLflowService
 from rlx.tracking.services.tensorboard import TensorBoardRun, TensorBoardService
 from rlx.tracking.tracker import OutboxTracker, send_pending
@@ -548,7 +548,7 @@ def test_a_password_is_neither_said_nor_kept(folder: Storage) -> None:
         secret in text for text in outbox_files(folder, "driver").values() for secret in ("pass", "127.0.0.1")
     )
     error = ValueError("API request to https://me:secret@there/api failed\nfor some reason")
-    assert mlflow.cause(error) == "API request to https://there/api failed for some reason"
+    assert mlflow_errors.cause(error) == "API request to https://there/api failed for some reason"
 
 
 def test_a_request_is_short_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.sweep import Mode
 from rlx.tracking import metrics
 from rlx.tracking.services import mlflow_page
-from rlx.tracking.services.mlflow import without_password
+from rlx.tracking.services.mlflow_errors import without_password
 
 _SELECTION_BIAS = (
     "The best of many means looks better than it is, because it was selected: to be sure, run it again on fresh seeds."

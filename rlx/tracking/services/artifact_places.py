@@ -14,6 +14,8 @@ from typing import Any
 
 from rlx.config.errors import ConfigError
 
+DATABASE = "mlflow.db"
+"""the file of the store in a storage folder"""
 _SQLITE = "sqlite:///"
 
 

@@ -13,39 +13,30 @@ import functools
 import json
 import logging
 import os
-import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
-from rlx.config.errors import ConfigError, nearest, one_line
+from rlx.config.errors import ConfigError, nearest
 from rlx.tracking.base import MetricPoint, Reach, RunStatus, TrackedRun
 from rlx.tracking.services import artifact_places, mlflow_page
+from rlx.tracking.services.mlflow_errors import cause, is_refusal, without_password
 from rlx.tracking.services.mlflow_page import PAUSED, paused_ms
 from rlx.tracking.services.origin import origin_tags
 
 _MAX_PARAM_LENGTH = 6000  # characters; MLflow refuses longer values of parameters
 _MAX_LISTED_TABLES = 100  # the tag that lists the sample tables for the MLflow page holds at most 8000 characters
 _MAX_RUNS = 50_000
+_LONGEST_WAIT_S = 120  # until another process has made the tables of a database, which takes it seconds
 _OF_THE_CLIENT = {
     "GIT_PYTHON_REFRESH": "quiet",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # delivery.py repeats requests
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
-# Without BAD_REQUEST: MLflow also answers that when its database has run out of connections.
-# Nor RESOURCE_DOES_NOT_EXIST: a run whose id is known has been created, so another store answers than the right one.
-_REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS"}
-_REFUSED_UPLOADS = {400, 413}  # HTTP status of a refused artifact
-_CAUSE = re.compile(
-    r"connection refused|timed out|connection reset|remote end closed|too many \d+ error responses"
-    r"|name or service not known|database is locked|error code \d+",
-    re.IGNORECASE,
-)
 _LEVELS = {"mlflow": logging.ERROR, "mlflow.store.db.utils": logging.CRITICAL, "alembic": logging.ERROR}
 _PARENT = "mlflow.parentRunId"
 
@@ -53,7 +44,7 @@ _PARENT = "mlflow.parentRunId"
 def default_uri(folder: Path) -> str:
     """The address of the SQLite tracking store in a folder; creates the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    return artifact_places.database_uri(folder / "mlflow.db")
+    return artifact_places.database_uri(folder / artifact_places.DATABASE)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -169,7 +160,7 @@ class MLflowService:
 class MLflowRun:
     """Writes to one MLflow run: a record that is sent twice is stored once. Implements `RunWriter`.
 
-    Methods raise what the MLflow client raises; `is_refusal` tells which errors are final.
+    Methods raise what the MLflow client raises; `MLflowService.is_refusal` tells which errors are final.
     """
 
     def __init__(self, uri: str, run_id: str) -> None:
@@ -356,7 +347,7 @@ def register(uri: str, run_id: str, folder: Path, name: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The MLflow client and its errors
+# The MLflow client
 
 
 def client(uri: str) -> Any:
@@ -374,26 +365,19 @@ def client(uri: str) -> Any:
 
 @functools.cache
 def _make_tables(uri: str) -> None:
-    """Makes the tables of a fresh SQLite database, one process at a time: two at once would fail."""
+    """Makes the tables of a fresh SQLite database, one process at a time: two at once would fail.
+
+    Raises:
+        ConfigError: another process has been at it for too long.
+    """
     from mlflow import MlflowClient
 
-    if file := artifact_places.database(uri):
-        with suppress(Exception), FileLock(f"{file}.lock"):  # who asks next hears of an error
+    if not (file := artifact_places.database(uri)):
+        return
+    try:
+        with FileLock(f"{file}.lock", timeout=_LONGEST_WAIT_S):
             MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
-
-
-def is_refusal(error: Exception) -> bool:
-    """Whether MLflow rejected a request, so that another attempt is useless."""
-    http_status = getattr(getattr(error, "response", None), "status_code", None)
-    return getattr(error, "error_code", None) in _REFUSALS or http_status in _REFUSED_UPLOADS
-
-
-def cause(error: Exception) -> str:
-    """Why the MLflow client failed, in a few words and without the password of an address."""
-    known = _CAUSE.search(text := one_line(error, 2000))
-    return known[0].lower() if known else without_password(text)[:300]
-
-
-def without_password(text: str) -> str:
-    """A text without the user names and passwords of its addresses."""
-    return re.sub(r"//[^/\s]*@", "//", text)
+    except Timeout:
+        raise ConfigError(f"another process has held {file}.lock for {_LONGEST_WAIT_S} s") from None
+    except Exception:  # who asks next hears of it
+        return

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.sections.records import TrackingConfig
-from rlx.tracking.services import mlflow
+from rlx.storage.addresses import local_folder
+from rlx.tracking.services import artifact_places, mlflow_errors
 from rlx.tracking.services.wandb import WandbService
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
@@ -46,13 +47,21 @@ def check_packages(tracking: TrackingConfig) -> None:
             raise ConfigError(f"tracking.backends {name}: needs the package {package}: pip install 'rlx[{name}]'")
 
 
-def check_tracking(tracking: TrackingConfig) -> None:
+def check_tracking(tracking: TrackingConfig, storage: str) -> None:
     """Raises ConfigError if MLflow's address is of no kind, nobody answers there or no MLflow, or W&B finds no key.
 
-    Databases open later.
+    Databases open later; what is looked at is whether the file of a SQLite database may be written.
+
+    Args:
+        storage: the address of the storage, where MLflow's database is if `tracking.uri` names none.
     """
     if "mlflow" in tracking.backends:
         check_mlflow(tracking.uri)
+        file = (
+            artifact_places.database(tracking.uri) if tracking.uri else local_folder(storage) / artifact_places.DATABASE
+        )
+        if file:
+            _check_file(file)
     if "wandb" in tracking.backends:
         WandbService(Path()).check(tracking.experiment)
 
@@ -67,7 +76,7 @@ def check_mlflow(uri: str | None) -> None:
     plugins = [plugin.name for plugin in importlib.metadata.entry_points(group="mlflow.tracking_store")]
     if "://" in address and scheme not in (known := [*_SCHEMES, *plugins]):
         raise ConfigError(
-            f"tracking.uri {mlflow.without_password(address)}: MLflow knows no {scheme}{nearest(scheme, known)}"
+            f"tracking.uri {mlflow_errors.without_password(address)}: MLflow knows no {scheme}{nearest(scheme, known)}"
         )
     if "://" not in address and address not in _BARE and not Path(address).is_dir():
         raise ConfigError(f"tracking.uri {address}: no address, as http://HOST:5000 or sqlite:////FOLDER/mlflow.db is")
@@ -75,12 +84,31 @@ def check_mlflow(uri: str | None) -> None:
         _ask(address)
 
 
+def _check_file(file: Path) -> None:
+    """Raises ConfigError if a SQLite database cannot be written: MLflow would try again and again to open it.
+
+    SQLite writes beside the file, too; MLflow makes a folder that is missing.
+    """
+    place = next(each for each in (file.absolute().parent, *file.absolute().parents) if each.exists())
+    cause = ""
+    if not place.is_dir():
+        cause = f"{place} is no folder"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        cause = f"no write access to the folder {place}"
+    elif file.exists() and not file.is_file():
+        cause = "this is no file"
+    elif file.exists() and not os.access(file, os.W_OK):
+        cause = "no write access to this file"
+    if cause:
+        raise ConfigError(f"tracking.uri: MLflow cannot write its database {file}: {cause}")
+
+
 def _ask(address: str) -> None:
     """Raises ConfigError if no server answers at a web address, or one that is not MLflow's.
 
     Who is slow, or has a certificate that only MLflow is told to take, passes: MLflow asks again later.
     """
-    shown, answer = mlflow.without_password(address), _answer(address.rstrip("/") + _QUESTION)
+    shown, answer = mlflow_errors.without_password(address), _answer(address.rstrip("/") + _QUESTION)
     if isinstance(answer, _Answer):
         signed_in = any(os.environ.get(name) for name in _SIGNED_IN)  # a proxy may show others its page
         if (answer.status < 400 or answer.status in _UNKNOWN) and not _is_object(answer.body) and not signed_in:

@@ -1,0 +1,34 @@
+"""Errors of the MLflow client: whether another attempt helps, and the cause in a few words without a password."""
+
+from __future__ import annotations
+
+import re
+
+from rlx.config.errors import one_line
+
+# Without BAD_REQUEST: MLflow also answers that when its database has run out of connections.
+# Nor RESOURCE_DOES_NOT_EXIST: a run whose id is known has been created, so another store answers than the right one.
+_REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS"}
+_REFUSED_UPLOADS = {400, 413}  # HTTP status of a refused artifact
+_CAUSE = re.compile(
+    r"connection refused|timed out|connection reset|remote end closed|too many \d+ error responses"
+    r"|name or service not known|database is locked|error code \d+",
+    re.IGNORECASE,
+)
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether MLflow rejected a request, so that another attempt is useless."""
+    http_status = getattr(getattr(error, "response", None), "status_code", None)
+    return getattr(error, "error_code", None) in _REFUSALS or http_status in _REFUSED_UPLOADS
+
+
+def cause(error: Exception) -> str:
+    """Why the MLflow client failed, in a few words and without the password of an address."""
+    known = _CAUSE.search(text := one_line(error, 2000))
+    return known[0].lower() if known else without_password(text)[:300]
+
+
+def without_password(text: str) -> str:
+    """A text without the user names and passwords of its addresses."""
+    return re.sub(r"//[^/\s]*@", "//", text)
