@@ -70,13 +70,14 @@ def train(config: RunConfig, *, on_report: OnReport | None = None, quiet: bool =
             since the step before.
 
     Raises:
-        ConfigError: a setting cannot be used, or a run of this name exists.
+        ConfigError: a setting or `on_report` cannot be used, or a run of this name exists.
         RewardError: a reward function fails on the first prompts.
         RunError: training failed.
     """
-    from rlx.runs import run_folder
+    from rlx.runs import processes, run_folder
 
     _check_config(config, "train")
+    processes.check_on_report(on_report)
     with run_folder.new_run(config) as (config, folder):
         return _run(config, folder, resume=False, on_report=on_report, quiet=quiet)
 
@@ -111,9 +112,10 @@ def resume(
         RewardError: as for `train`.
         RunError: training failed.
     """
-    from rlx.runs import run_folder
+    from rlx.runs import processes, run_folder
 
     check_overrides(overrides or {})
+    processes.check_on_report(on_report)
     storage = storage or RunConfig().storage
     with run_folder.saved_run(name, storage, overrides or {}, trust=trust) as (config, folder):
         if metrics := run_folder.finished_metrics(folder, config.train.steps):

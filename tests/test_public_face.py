@@ -170,6 +170,32 @@ def test_what_is_no_config_is_refused(config: Any, kind: str) -> None:
         rlx.tuner(config, space=SPACE)
 
 
+async def late(metrics: object, checkpoint: object) -> None:
+    """What nothing awaits."""
+
+
+@pytest.mark.parametrize(
+    ("on_report", "said"),
+    [
+        (3, ", not int"),
+        (lambda: None, ": too many positional arguments"),
+        (lambda metrics, checkpoint, step: None, ": missing a required argument: 'step'"),
+        (late, ", not an async one: nothing awaits it"),
+    ],
+)
+def test_what_cannot_be_called_after_a_step_is_refused_before_a_run_has_its_name(
+    on_report: Any, said: str, tmp_path: Path
+) -> None:
+    line = re.escape(f"on_report: expected a function that takes (metrics, checkpoint){said}")
+    with pytest.raises(rlx.ConfigError, match=f"^{line}$"):
+        rlx.train(config_at(tmp_path, name="new"), on_report=on_report)
+    assert not (tmp_path / "runs").exists()
+    finished_run(tmp_path, "mine")
+    with pytest.raises(rlx.ConfigError, match=f"^{line}$"):
+        rlx.resume("mine", storage=str(tmp_path), on_report=on_report)
+    assert rlx.resume("mine", storage=str(tmp_path), on_report=lambda metrics, *more: None).metrics["step"] == 2
+
+
 @pytest.mark.slow
 def test_a_reward_that_fails_before_the_start_leaves_its_details_in_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

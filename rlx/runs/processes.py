@@ -7,6 +7,7 @@ Left out: the run's folder and records (`launch`).
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -280,3 +281,22 @@ def _workers_started_with(prepared: PreparedRun) -> list[Any]:
 
 def _settings(prepared: PreparedRun, keys: tuple[str, ...]) -> dict[str, Any]:
     return {key: value for key, value in flatten(prepared.config).items() if key.startswith(keys)}
+
+
+def check_on_report(on_report: object) -> None:
+    """Raises ConfigError for what cannot be called after each step as an `OnReport`; None is nothing to call."""
+    expected = "on_report: expected a function that takes (metrics, checkpoint)"
+    if on_report is None:
+        return
+    if not callable(on_report):
+        raise ConfigError(f"{expected}, not {type(on_report).__name__}")
+    if inspect.iscoroutinefunction(on_report):
+        raise ConfigError(f"{expected}, not an async one: nothing awaits it")
+    try:
+        signature = inspect.signature(on_report)
+    except (TypeError, ValueError):  # some built-in functions have none
+        return
+    try:
+        signature.bind({}, None)
+    except TypeError as error:
+        raise ConfigError(f"{expected}: {error}") from None

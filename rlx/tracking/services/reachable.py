@@ -89,7 +89,7 @@ def _check_file(file: Path) -> None:
 
     SQLite writes beside the file, too; MLflow makes a folder that is missing.
     """
-    place = next(each for each in (file.absolute().parent, *file.absolute().parents) if each.exists())
+    place = next(each for each in (file.absolute().parent, *file.absolute().parents) if os.path.exists(each))
     cause = ""
     if not place.is_dir():
         cause = f"{place} is no folder"
