@@ -354,7 +354,7 @@ def _add_page(record: Tracker, prepared: PreparedRun, folder: Storage) -> None:
 def _send_rest(record: OutboxTracker, name: str, folder: Storage, notify: Notify) -> None:
     """Sends what the driver and the workers have not sent yet; says how many records are left."""
     titles = titles_of(record.services)
-    where = f"{folder.path}/outbox: --resume {name} sends them"
+    where = f"{folder.path}/outbox{'' if record.is_refused else f': --resume {name} sends them'}"
     all_sent = record.close(_PATIENCE_S) == 0
     try:
         if all_sent:

@@ -46,6 +46,7 @@ class Delivery:
         self._notify, self._last_message = notify, ""
         self._hurry = threading.Event()  # ends a pause between attempts early
         self._failures = 0  # in a row
+        self.is_refused = False  # whether the service has rejected the run itself, so that no other attempt will help
         self._writer: RunWriter | None = None
         self._run_id: str | None = None
 
@@ -87,7 +88,9 @@ class Delivery:
                 self.queue.set_stuck(True)
             except Exception as error:  # the client of each service has its own error types
                 # A refused `OPEN` is repeated: without the run all later entries would be lost.
-                if self.service.is_refusal(error) and entry.kind != EntryKind.OPEN:
+                is_refusal = self.service.is_refusal(error)
+                self.is_refused = is_refusal and entry.kind == EntryKind.OPEN
+                if is_refusal and not self.is_refused:
                     cause = self.service.cause(error)
                     self._notify_once(f"{self.service.title} refused a record, which is left out: {cause}")
                     return True
@@ -133,15 +136,16 @@ class Delivery:
         self._failures += 1
         self.queue.set_stuck(True)
         if self._failures == _FAILURES_TO_NOTIFY:
+            what = "refuses the run, and with it its records" if self.is_refused else "takes no records"
             self._notify_once(
-                f"{self.service.title} at {self.service.address} takes no records ({self.service.cause(error)}): "
+                f"{self.service.title} at {self.service.address} {what} ({self.service.cause(error)}): "
                 f"training goes on, they are kept in {self._folder.path}/outbox"
             )
 
     def _count_success(self) -> None:
         if self._failures >= _FAILURES_TO_NOTIFY:
             self._notify_once(f"{self.service.title} at {self.service.address} takes records again")
-        self._failures = 0
+        self._failures, self.is_refused = 0, False
         self.queue.set_stuck(False)
 
     def _notify_once(self, message: str) -> None:

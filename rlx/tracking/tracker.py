@@ -93,6 +93,11 @@ class OutboxTracker:
         """The id of the run in MLflow; None until MLflow has created the run, or if it does not record it."""
         return next((each.run_id for each in self._deliveries if each.service.name == "mlflow"), None)
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether a service has rejected the run, and may never take its records."""
+        return any(delivery.is_refused for delivery in self._deliveries)
+
     def open(
         self,
         experiment: str,

@@ -819,3 +819,9 @@ def test_a_key_leads_to_a_setting_or_to_an_entry_of_one() -> None:
 def test_a_seed_that_cannot_be_used_is_refused(seed: int) -> None:
     with pytest.raises(ConfigError, match="config: seed = "):
         from_tree({"seed": seed})
+
+
+def test_an_experiment_has_a_name_that_mlflow_takes() -> None:
+    assert from_tree({"tracking": {"experiment": "x" * 500}})
+    with pytest.raises(ConfigError, match=r"^config: tracking\.experiment = 'xx.*: string .* at most 500 characters$"):
+        from_tree({"tracking": {"experiment": "x" * 501}})

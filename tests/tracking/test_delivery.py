@@ -139,6 +139,22 @@ def test_a_refused_record_is_left_out_and_the_opening_is_asked_for_again(folder:
     assert told == ["A service refused a record, which is left out: because bad"]  # the same message is told once
 
 
+def test_a_run_that_the_service_refuses_is_told_as_that_until_it_takes_it(folder: Storage) -> None:
+    outbox.add_key(folder, "k")
+    service = Service(*[Refused("too long")] * 10**6)
+    sent = Sent(folder, service, opened())
+    sent.delivery.start()
+    sent.queue.wait_until_empty(0.1)
+    assert sent.delivery.is_refused
+    assert sent.told == [
+        "A service at http://host refuses the run, and with it its records (because too long): training goes on, "
+        f"they are kept in {folder.path}/outbox"
+    ]
+    service.errors.clear()
+    sent.run()
+    assert not sent.delivery.is_refused
+
+
 def test_a_run_that_is_gone_is_made_anew_and_its_new_id_kept(folder: Storage) -> None:
     outbox.add_key(folder, "k")
     outbox.add_run_id(folder, "mlflow", "gone")

@@ -19,6 +19,7 @@ import s3
 from shared import Where
 
 from rlx.config.errors import ConfigError
+from rlx.runs import launch
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.tracking import outbox
@@ -580,3 +581,15 @@ def test_close_waits_for_an_answer_no_longer_than_its_patience(proxy: s3.Proxy, 
     started = time.monotonic()
     assert tracker.close(0.5) == 2
     assert time.monotonic() - started < 2
+
+
+def test_a_run_that_mlflow_refuses_is_promised_no_resume(
+    database: str, folder: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_PATIENCE_S", 0.1)
+    told = Messages()
+    tracker = OutboxTracker([MLflowService(database)], folder, "rank_0", told.put)
+    tracker.open("x" * 501, "one", params={}, tags={})  # longer than MLflow takes
+    assert "refuses the run, and with it its records" in told.next()
+    launch._send_rest(tracker, "one", folder, told.put)
+    assert told.next() == f"1 records for MLflow wait in {folder.path}/outbox"
