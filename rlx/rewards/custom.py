@@ -56,6 +56,11 @@ def load_function(name: str) -> Callable[..., Any]:
         kind = type(function).__name__
         hint = nearest(attribute, callables)
         raise ConfigError(f"reward.functions {name}: {attribute} is not a function but {kind}{hint}")
+    if _is_async(function) or _is_async(type(function).__call__):
+        raise ConfigError(
+            f"reward.functions {name}: {attribute} is async, expected a function that returns its scores: "
+            "asyncio.run in it awaits what is async"
+        )
     _check_signature(name, function)
     return function
 
@@ -93,6 +98,11 @@ def _nearest_module(path: str) -> str:
     parent = path.rpartition(".")[0]
     folders = getattr(sys.modules[parent], "__path__", []) if parent else None
     return nearest(path, [module.name for module in pkgutil.iter_modules(folders, parent and f"{parent}.")])
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    """Whether a function returns something to await instead of a result."""
+    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
 
 
 def _check_signature(name: str, function: Callable[..., Any]) -> None:
@@ -168,8 +178,8 @@ class Unusable:
 
 def portable(returned: Any) -> Any:
     """What a function returned as floats, which any process can read; `Unusable` for what is no finite number."""
-    if isinstance(returned, Mapping | Set):  # a list of one would have its keys for scores
-        return Unusable(f"a {type(returned).__name__}, not a list of scores: {brief(returned)}")
+    if isinstance(returned, Mapping | Set | str | bytes):  # lists of them would have their keys or bytes for scores
+        return Unusable(f"a {type(returned).__name__}, {brief(returned)}")
     try:
         values = list(returned)
     except Exception:  # not even a sequence

@@ -156,7 +156,8 @@ def checked(name: str, responses: Sequence[Response], returned: Any) -> list[flo
     try:
         scores = list(returned)
     except Exception as error:
-        raise RewardError(f"reward {name}: {brief(returned)} for {describe_batch(responses)}") from error
+        what = f"returned {brief(returned)}, not a list of scores"
+        raise RewardError(f"reward {name}: {what}, for {describe_batch(responses)}") from error
     if len(scores) != len(responses):
         raise RewardError(f"reward {name}: {len(scores)} scores for {describe_batch(responses)}: {brief(returned)}")
     for response, value in zip(responses, scores, strict=True):

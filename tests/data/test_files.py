@@ -67,6 +67,8 @@ def test_swapped_columns_and_lines_within_a_text(tmp_path: Path, suffix: str) ->
         ("a.csv", "question,answer\na,007\nb,1e3\nc,NA\nd,2024-01-01\ne,42\nf,1.50\n", ["007", "1e3", "NA"]),
         ("a.jsonl", '{"question":"a","answer":42}\n\n{"question":"b","answer":1.5}\r\n', ["42", "1.5"]),
         ("b.jsonl", '{"question":"a","answer":"2024-01-01"}\n{"question":"b","answer":7.0}', ["2024-01-01", "7"]),
+        ("b.json", '[{"question":"a","answer":true},{"question":"b","answer":false}]', ["true", "false"]),
+        ("b.csv", "question,answer\na,true\nb,False\n", ["true", "False"]),
         ("c.jsonl", '{"question":"a","answer":12345678901234567891}', ["12345678901234567891"]),
         ("d.jsonl", '{"question":"a","answer":"x","more":[1]}\n{"answer":"y","question":"b"}\n', ["x", "y"]),
     ],
@@ -77,6 +79,12 @@ def test_answers_are_the_text_of_the_file(tmp_path: Path, name: str, content: st
     assert found[: len(answers)] == answers
     if name == "a.csv":
         assert found[3:] == ["2024-01-01", "42", "1.50"]
+
+
+def test_truth_values_in_parquet_are_spelled_as_in_json(tmp_path: Path) -> None:
+    table = pa.table({"question": ["a", "b"], "answer": [True, False]})
+    pa.parquet.write_table(table, tmp_path / "p.parquet")
+    assert answers(str(tmp_path / "p.parquet")) == ["true", "false"]
 
 
 def test_integers_that_pandas_made_floats_are_integers_again(tmp_path: Path) -> None:

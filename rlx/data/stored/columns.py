@@ -272,6 +272,8 @@ def _is_missing(cell: Any) -> bool:
 
 
 def _as_text(cell: Any) -> str:
+    if isinstance(cell, bool):  # as JSON and most CSV files write it, not as Python does
+        return json.dumps(cell)
     # pandas writes integers as floats when their column has a missing value.
     is_integer = isinstance(cell, float) and cell.is_integer() and abs(cell) < 2**53
     return str(int(cell) if is_integer else cell)
