@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from rlx.config.errors import ConfigError, nearest
+from rlx.config.errors import ConfigError, meant
 from rlx.config.experiment import with_experiment
 from rlx.config.loading import check_overrides, from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig
@@ -312,7 +312,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
     """Raises ConfigError for an option that `tuner` does not take, or an object where it takes a name."""
     names = list(SweepOptions.__annotations__)
     for key in sorted(set(options) - set(names)):
-        hint = f": {_AS_RAY_SAYS[key]}" if key in _AS_RAY_SAYS else nearest(key, names)
+        hint = f": {_AS_RAY_SAYS[key]}" if key in _AS_RAY_SAYS else meant(key, names)
         raise ConfigError(f"no option {key!r}{hint}")
     for key in ("search", "scheduler"):
         if not isinstance(value := options.get(key, ""), str):

@@ -163,7 +163,9 @@ _CALLED = {
     # options of sweeps
     "trials": "num_samples num_trials",
     "max_concurrent": "max_concurrent_trials",
-    "search": "search_alg",
+    "search": "search_alg sampler",
+    "scheduler": "pruner",
+    "mode": "direction",
     "space": "param_space",
     "reuse": "reuse_actors",
 }

@@ -46,6 +46,9 @@ class ModelShape:
         return cls(positions, content.get("num_attention_heads"))
 
 
+_HUB_PAGES = ("https://huggingface.co/", "http://huggingface.co/", "https://hf.co/")
+
+
 def _config_json(path: str, setting: str) -> dict[str, Any]:
     """The content of a folder's config.json; raises ConfigError if it is no JSON object."""
     try:
@@ -92,6 +95,10 @@ def check_hub_name(name: str, setting: str) -> None:
     trained."""
     from huggingface_hub import errors
 
+    if name.startswith(_HUB_PAGES):
+        owner, _, rest = name.split("://", 1)[1].partition("/")[2].partition("/")
+        model = f"{owner}/{rest.partition('/')[0]}".rstrip("/")
+        raise ConfigError(f"{setting} {name}: expected the name of a model, not its page: {model}")
     try:
         _check_logits(str(Path(_hub_config(name)).parent), name, setting)
     except (errors.LocalEntryNotFoundError, ConnectionError) as error:

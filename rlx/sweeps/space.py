@@ -86,7 +86,13 @@ def _run(file: Path, path: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        return module.space() if hasattr(module, "space") else _MISSING
+        space = getattr(module, "space", None)
+        if space is not None and not callable(space):
+            kind = type(space).__name__
+            raise ConfigError(f"--space {path}: space is a {kind}, expected a function that returns it: def space()")
+        return space() if space else _MISSING
+    except ConfigError:
+        raise
     except (Exception, SystemExit) as error:  # the file may raise anything
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
         where = f":{lines[-1]}" if lines else ""

@@ -2,15 +2,19 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import rlx
 from rlx.cli import sweep
 from rlx.cli.options import parse, settings_parser
 from rlx.config.errors import _CALLED, OTHER_NAMES, ConfigError, called_here
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import settings
+from rlx.models.folder import check_hub_name
 from rlx.sweeps.choices import check_key
+from rlx.sweeps.space import load_space
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {action.dest for action in sweep.argument_parser()._actions}
@@ -101,6 +105,27 @@ def test_files_and_search_spaces_say_so_too() -> None:
         from_tree({"rollout": {"n": 4}})
     with pytest.raises(ConfigError, match=r"^--space s\.py: unknown setting lr; here it is train\.actor_lr$"):
         check_key("lr", "s.py")
+
+
+@pytest.mark.parametrize(("word", "here"), [("direction", "mode"), ("pruner", "scheduler"), ("sampler", "search")])
+def test_words_of_optuna_are_translated(word: str, here: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"^unknown option --{word}; here it is --{here}$"):
+        parse(sweep.argument_parser(), [f"--{word}", "x"])
+    options: dict[str, Any] = {word: "x"}
+    with pytest.raises(ConfigError, match=rf"^no option '{word}'; here it is {here}$"):
+        rlx.tuner(rlx.load_config(overrides={"storage": str(tmp_path)}), **options)
+
+
+@pytest.mark.parametrize("rest", ["", "/", "/tree/main"])
+def test_the_page_of_a_model_is_answered_with_its_name(rest: str) -> None:
+    with pytest.raises(ConfigError, match=r"^model\.path https:.*: expected the name of a model, .*page: org/model$"):
+        check_hub_name(f"https://huggingface.co/org/model{rest}", "model.path")
+
+
+def test_a_space_in_a_variable_is_answered_with_a_function(tmp_path: Path) -> None:
+    (file := tmp_path / "s.py").write_text("space = {'train.actor_lr': 1e-4}\n")
+    with pytest.raises(ConfigError, match=r": space is a dict, expected a function that returns it: def space\(\)"):
+        load_space(str(file), {})
 
 
 def test_an_option_is_named_where_there_is_one() -> None:
