@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,9 +47,6 @@ class ModelShape:
         return cls(positions, content.get("num_attention_heads"))
 
 
-_HUB_PAGES = ("https://huggingface.co/", "http://huggingface.co/", "https://hf.co/")
-
-
 def _config_json(path: str, setting: str) -> dict[str, Any]:
     """The content of a folder's config.json; raises ConfigError if it is no JSON object."""
     try:
@@ -76,7 +74,8 @@ def is_model_folder(path: str, setting: str) -> bool:
             raise ConfigError(f"{setting} {path}: not a Hugging Face model, it has no config.json")
         return True
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ConfigError(f"{setting} {path}: no such folder")
+        page = re.match(r"https?://(?:huggingface\.co|hf\.co)/([^/]+/[^/?#]+)", path)
+        raise ConfigError(f"{setting} {path}: no such folder{f'; the name on the hub is {page[1]}' if page else ''}")
     return False
 
 
@@ -95,10 +94,6 @@ def check_hub_name(name: str, setting: str) -> None:
     trained."""
     from huggingface_hub import errors
 
-    if name.startswith(_HUB_PAGES):
-        owner, _, rest = name.split("://", 1)[1].partition("/")[2].partition("/")
-        model = f"{owner}/{rest.partition('/')[0]}".rstrip("/")
-        raise ConfigError(f"{setting} {name}: expected the name of a model, not its page: {model}")
     try:
         _check_logits(str(Path(_hub_config(name)).parent), name, setting)
     except (errors.LocalEntryNotFoundError, ConnectionError) as error:

@@ -12,7 +12,7 @@ from rlx.cli.options import parse, settings_parser
 from rlx.config.errors import _CALLED, OTHER_NAMES, ConfigError, called_here
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import settings
-from rlx.models.folder import check_hub_name
+from rlx.models.folder import is_model_folder
 from rlx.sweeps.choices import check_key
 from rlx.sweeps.space import load_space
 
@@ -118,8 +118,8 @@ def test_words_of_optuna_are_translated(word: str, here: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("rest", ["", "/", "/tree/main"])
 def test_the_page_of_a_model_is_answered_with_its_name(rest: str) -> None:
-    with pytest.raises(ConfigError, match=r"^model\.path https:.*: expected the name of a model, .*page: org/model$"):
-        check_hub_name(f"https://huggingface.co/org/model{rest}", "model.path")
+    with pytest.raises(ConfigError, match=r"^model\.path https:.*: no such folder; the name on the hub is org/model$"):
+        is_model_folder(f"https://huggingface.co/org/model{rest}", "model.path")
 
 
 def test_a_space_in_a_variable_is_answered_with_a_function(tmp_path: Path) -> None:
