@@ -48,10 +48,8 @@ def _refuse_secret(address: str, info: pydantic.ValidationInfo) -> str:
     return address
 
 
-Address = Annotated[str, pydantic.AfterValidator(_refuse_secret)]
-"""a setting that takes an address, though it may also be a folder or a name"""
-ModelAddress = Annotated[Address, pydantic.AfterValidator(os.path.expanduser)]
-"""a setting that takes the folder of a model, or its name on the hub"""
+Address = Annotated[str, pydantic.AfterValidator(_refuse_secret), pydantic.AfterValidator(os.path.expanduser)]
+"""a setting that takes an address, though it may also be a folder, which may begin with ~, or a name"""
 
 
 def _refuse_key(name: str) -> str:

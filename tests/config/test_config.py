@@ -636,10 +636,14 @@ def test_a_date_is_text_at_the_start_as_after_a_resume() -> None:
     assert parse_yaml("[2024-01-01, 2024-01-01 10:00:00]") == ["2024-01-01", "2024-01-01 10:00:00"]
 
 
-def test_the_folder_of_a_model_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    config = configured("--model.path", "~/own", "--model.critic-path", "~/judge")
-    assert (config.model.path, config.model.critic_path) == ("/home/me/own", "/home/me/judge")
+    config = configured("--model.path", "~/own", "--data.source", "~/p/*.jsonl", "--eval.source", "~/test.csv")
+    assert (config.model.path, config.data.source, config.eval.source) == (
+        "/home/me/own",
+        "/home/me/p/*.jsonl",
+        "/home/me/test.csv",
+    )
 
 
 BOMB = "\n".join(["a0: &a0 [1]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 10))]).encode()

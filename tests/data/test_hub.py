@@ -105,6 +105,12 @@ def test_a_relative_folder_is_resolved(folder: Path, monkeypatch: pytest.MonkeyP
     assert sources.resolve("splits") == f"hf:{folder}"
 
 
+def test_a_folder_may_begin_at_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert sources.resolve("hf:~/splits@test") == f"hf:{folder}@test"
+    assert HubAddress.parse("hf:~/splits@test") == HubAddress(str(folder), None, "test", True)
+
+
 @pytest.mark.parametrize(
     ("address", "message"),
     [

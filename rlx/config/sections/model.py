@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat
 
-from rlx.config.addresses import ModelAddress
+from rlx.config.addresses import Address
 from rlx.config.sections.base import Section
 
 ALL_LAYERS = "all-linear"
@@ -16,14 +16,14 @@ ALL_LAYERS = "all-linear"
 class ModelConfig(Section):
     """The models of a run: where they come from, their critic and reference, adapters and precision."""
 
-    path: ModelAddress = "tiny"
+    path: Address = "tiny"
     """folder or Hugging Face name of the model; "tiny": a character-level model that rlx trains once by itself, with
     settings of its own (experiments/configs/arithmetic.yaml) in place of the defaults shown here; "tiny-calculator":
     one that may use a calculator (experiments/configs/calculator.yaml)"""
     critic: Literal["auto", "separate", "head", "none"] = "auto"
     """separate: a value model with its own weights; head: a value head on the policy's last hidden state; none: no
     critic; auto: with algorithm.advantage gae separate, or head with LoRA, otherwise none"""
-    critic_path: ModelAddress | None = None
+    critic_path: Address | None = None
     """folder or Hugging Face name of the model that a separate critic starts from; the scoring layer of a reward model
     (a sequence classifier with one label) becomes the value head; unset: model.path"""
     value_head_init: Literal["zero", "normal"] = "zero"
@@ -32,7 +32,7 @@ class ModelConfig(Section):
     """model that the KL is measured to. copy: a frozen copy of the initial policy, or model.reference_path; lora_off:
     the policy without its LoRA weights; none: no reference model; auto: none with algorithm.kl_coef 0, lora_off with
     LoRA unless model.reference_path is given, otherwise copy"""
-    reference_path: ModelAddress | None = None
+    reference_path: Address | None = None
     """folder or Hugging Face name of another model as the reference: a teacher, with the same tokenizer; unset: none"""
     reference_weights: Literal["start", "model"] = "start"
     """weights of a copy, for a run that starts from a checkpoint. start: those of that checkpoint; model: those of

@@ -8,7 +8,7 @@ from typing import Literal, Self
 import pydantic
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from rlx.config.addresses import Address, ModelAddress, VariableName
+from rlx.config.addresses import Address, VariableName
 from rlx.config.errors import nearest
 from rlx.config.sections.base import Pattern, Resources, Section
 
@@ -40,7 +40,7 @@ class RewardConfig(Section):
     """for format: a completion that matches this regular expression from start to end scores 1, any other 0"""
     length_target: PositiveInt | None = None
     """for length: the score is minus the distance to this many tokens, as a fraction of it, at least -1"""
-    model: ModelAddress | None = None
+    model: Address | None = None
     """for model: folder or name of the reward model, a Hugging Face sequence classifier with one label"""
     model_replicas: PositiveInt = 1
     """number of actors that run the reward model"""

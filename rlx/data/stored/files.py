@@ -131,7 +131,7 @@ def find_files(address: str, setting: str) -> tuple[fs.FileSystem, list[PromptFi
 def _open(address: str, setting: str) -> tuple[fs.FileSystem, str, str]:
     """Returns the filesystem of an address, the path on it, and what stands before paths in errors."""
     if "://" not in address:
-        return fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(address)), ""
+        return fs.LocalFileSystem(), os.path.abspath(address), ""
     try:
         storage = open_storage(address, create=False)
     except StorageError as error:

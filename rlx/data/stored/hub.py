@@ -42,7 +42,7 @@ class HubAddress:
     @classmethod
     def parse(cls, address: str) -> HubAddress:
         """Raises ValueError if the address is malformed, or names a folder that is none of save_to_disk."""
-        name, _, split = address.removeprefix(HUB).partition("@")
+        name, _, split = os.path.expanduser(address.removeprefix(HUB)).partition("@")
         if is_saved_folder(name):
             return cls(name, None, split or "train", True)
         names = name.split("/")
@@ -82,7 +82,7 @@ class HubSource(StoredSource):
 
     def resolve(self, address: str) -> str:
         """Returns the address with an absolute path if it names a folder."""
-        name, mark, split = address.removeprefix(HUB).partition("@")
+        name, mark, split = os.path.expanduser(address.removeprefix(HUB)).partition("@")
         return f"{HUB}{Path(name).resolve()}{mark}{split}" if is_saved_folder(name) else address
 
     def reading(self, address: str, columns: Columns, setting: str) -> Reading:
