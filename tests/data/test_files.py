@@ -1,5 +1,6 @@
 """Prompt files of every format, alone, in folders, by globs and on S3; the reading runs in real Ray tasks."""
 
+import glob
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -251,7 +252,7 @@ def test_a_folder_is_its_files_sorted_by_name(tmp_path: Path, suffix: str) -> No
 
 
 def test_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number, name in enumerate(["train-0.jsonl", "train-1.jsonl", "test-0.jsonl", "x/train-2.jsonl", "x/y/3.jsonl"]):
+    for number, name in enumerate(["train-0.jsonl", "train-1.jsonl", "sums-0.jsonl", "x/train-2.jsonl", "x/y/3.jsonl"]):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         jsonl(tmp_path / name, records(number, number + 1))
     (tmp_path / "train.csv").write_text("question,answer\nq,csv\n")
@@ -275,7 +276,7 @@ def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path: Path) -> Non
     [
         ("mixed", "it has .csv and .jsonl files; name those of one format, e.g. {}/mixed/*.csv"),
         ("mixed/*", "it has .csv and .jsonl files; name those of one format"),
-        ("none", "the folder has no file ending in .jsonl, .json, .csv, .parquet; {}/none/**/*.jsonl would name"),
+        ("none", "the folder has no file ending in .jsonl, .json, .csv, .parquet"),
         ("none/*.jsonl", "no file ending in .jsonl, .json, .csv, .parquet matches"),
         ("gone/*.jsonl", "no file ending in .jsonl, .json, .csv, .parquet matches"),
         ("empty", "there are no rows in it"),
@@ -293,6 +294,44 @@ def test_an_address_without_usable_files_is_refused_before_ray_starts(
     with pytest.raises(ConfigError) as refused:
         sources.check_source(f"{tmp_path}/{address}", FILES, "eval.source")
     assert str(refused.value).startswith(f"eval.source {tmp_path}/{address}: {message.format(tmp_path)}")
+
+
+TRIALS = [
+    ("", ["train-00000.parquet", "test-00000.parquet"], ["/train-*.parquet", "/test-*.parquet"]),
+    ("/*", ["validation-0.csv", "test-0.csv"], ["/validation-*.csv", "/test-*.csv"]),
+    ("", ["data/train-0.parquet", "data/test-0.parquet"], ["/data/train-*.parquet", "/data/test-*.parquet"]),
+    ("/**/*.csv", ["train/a.csv", "test/b/c.csv"], ["/train/**/*.csv", "/test/**/*.csv"]),
+    ("", ["train.jsonl", "train_1.jsonl", "test.jsonl"], ["/train*.jsonl", "/test*.jsonl"]),
+    ("", ["x/a.csv", "y/b.jsonl", "y/z/c.jsonl"], ["/**/*.jsonl"]),
+    ("", ["a.csv", "b.jsonl"], ["/*.jsonl"]),
+    ("", ["a.csv", "train.jsonl", "test.jsonl"], ["/train*.jsonl", "/test*.jsonl"]),
+]
+
+
+@pytest.mark.parametrize(("pattern", "names", "named"), TRIALS)
+@pytest.mark.parametrize("folder", ["plain", "a[1]"])
+def test_files_that_are_not_one_set_are_refused_with_addresses_that_work(
+    tmp_path: Path, folder: str, pattern: str, names: list[str], named: list[str]
+) -> None:
+    for name in names:
+        (tmp_path / folder / name).parent.mkdir(exist_ok=True, parents=True)
+        WRITERS[Path(name).suffix](tmp_path / folder / name, records(0, 3))
+    place = glob.escape(f"{tmp_path}/{folder}")
+    with pytest.raises(ConfigError) as refused:
+        sources.check_source(f"{place}{pattern}" if pattern else f"{tmp_path}/{folder}", FILES, "eval.source")
+    assert str(refused.value).endswith(" " + " or ".join(f"{place}{each}" for each in named))
+    for each in named:
+        sources.check_source(f"{place}{each}", FILES, "eval.source")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["train.csv", "more.csv"], ["trainer.csv", "testing.csv"], ["a.csv", "b.csv"], ["test-0.csv", "test-1.csv"]],
+)
+def test_files_of_one_split_or_of_other_names_are_read_together(tmp_path: Path, names: list[str]) -> None:
+    for name in names:
+        WRITERS[".csv"](tmp_path / name, records(0, 3))
+    sources.check_source(str(tmp_path), FILES, "data.source")
 
 
 def test_what_may_be_a_name_on_the_hub_is_told_how_to_write_it() -> None:

@@ -7,9 +7,13 @@ files, sorted by path, and of the rows in them. Left out: Hugging Face data sets
 from __future__ import annotations
 
 import fnmatch
+import glob
+import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +26,17 @@ from rlx.data.stored import parsers
 from rlx.data.stored.columns import Columns
 from rlx.data.stored.parsers import FORMATS, Part
 from rlx.data.stored.source import NO_ROWS, Reading, StoredSource
-from rlx.storage.addresses import open_storage
+from rlx.storage.addresses import open_storage, without_options
 from rlx.storage.filesystem import StorageError
 
 PIECE_BYTES = 4 * 2**20
 """bytes of files that a task reads, about; a file whose format has no parts is read by one task"""
 _QUICK_BYTES = 64 * 2**20
 _GLOB = "*?["
+_FOLDERS = 200  # that are listed at most to find what a folder has below it
+_SHOWN = 6  # globs in an error
+_SPLITS = ("train", "validation", "valid", "val", "dev", "test", "eval")
+"""names of files and folders of data sets begin with these"""
 
 
 @dataclass(frozen=True)
@@ -106,54 +114,140 @@ def find_files(address: str, setting: str) -> tuple[fs.FileSystem, list[PromptFi
         setting: the setting that has the address, for errors.
 
     Raises:
-        ConfigError: there are none, or they have several formats, or all are empty.
+        ConfigError: there are none, or they have several formats, or are of several splits, or all are empty.
     """
-    filesystem, path, prefix = _open(address, setting)
+    place = _Place.open(address, setting)
     try:
-        kind = filesystem.get_file_info(path).type
+        kind = place.filesystem.get_file_info(place.path).type
         if kind == fs.FileType.File:
-            infos = [filesystem.get_file_info(path)]
+            infos = [place.filesystem.get_file_info(place.path)]
         elif kind == fs.FileType.Directory:
-            infos = filesystem.get_file_info(fs.FileSelector(path))
+            infos = place.filesystem.get_file_info(fs.FileSelector(place.path))
         else:
-            infos = _matching(filesystem, path) if _is_glob(path) else []
+            infos = _matching(place.filesystem, place.path) if _is_glob(place.path) else []
     except OSError as error:
         raise ConfigError(f"{setting} {address}: {' '.join(str(error).split())}") from None
-    found = sorted(
-        (PromptFile(f"{prefix}{info.path}", info.path, info.size) for info in infos if _is_prompt_file(info)),
-        key=lambda file: file.path,
-    )
-    if problem := _problem(found, kind, path):
+    found = place.prompt_files(infos)
+    if problem := _problem(found, kind, place):
         raise ConfigError(f"{setting} {address}: {problem}{'' if kind != fs.FileType.NotFound else _hub_name(address)}")
-    return filesystem, found
+    return place.filesystem, found
 
 
-def _open(address: str, setting: str) -> tuple[fs.FileSystem, str, str]:
-    """Returns the filesystem of an address, the path on it, and what stands before paths in errors."""
-    if "://" not in address:
-        return fs.LocalFileSystem(), os.path.abspath(address), ""
-    try:
-        storage = open_storage(address, create=False)
-    except StorageError as error:
-        raise ConfigError(f"{setting}: {error}") from None
-    return storage.filesystem, storage.path, "" if storage.is_local else f"{address.partition('://')[0]}://"
+@dataclass(frozen=True)
+class _Place:
+    """Where an address leads."""
+
+    filesystem: fs.FileSystem
+    path: str  # on it
+    prefix: str = ""  # stands before its paths in errors
+    options: str = ""  # of a URI
+
+    @classmethod
+    def open(cls, address: str, setting: str) -> _Place:
+        if "://" not in address:
+            return cls(fs.LocalFileSystem(), os.path.abspath(address))
+        try:
+            storage = open_storage(address, create=False)
+        except StorageError as error:
+            raise ConfigError(f"{setting}: {error}") from None
+        if storage.is_local:
+            return cls(storage.filesystem, storage.path)
+        plain = without_options(address)
+        return cls(storage.filesystem, storage.path, f"{address.partition('://')[0]}://", address[len(plain) :])
+
+    def prompt_files(self, infos: Sequence[fs.FileInfo]) -> list[PromptFile]:
+        """Returns those of some files that may have prompts, sorted by path."""
+        found = [
+            PromptFile(f"{self.prefix}{each.path}", each.path, each.size) for each in infos if _is_prompt_file(each)
+        ]
+        return sorted(found, key=lambda file: file.path)
+
+    def glob(self, folder: str, pattern: str) -> str:
+        """Returns the address of the files in a folder that match a pattern."""
+        return f"{self.prefix}{glob.escape(folder)}/{pattern}{self.options}"
 
 
-def _problem(files: Sequence[PromptFile], kind: fs.FileType, path: str) -> str | None:
+def _problem(files: Sequence[PromptFile], kind: fs.FileType, place: _Place) -> str | None:
     """Returns why files cannot be used; None if they can."""
-    suffixes = sorted({parsers.suffix_of(file.path) or "" for file in files})
+    path = place.path
+    suffixes = sorted({_suffix(file) for file in files})
     known = ", ".join(FORMATS)
     if len(suffixes) > 1:
-        return f"it has {' and '.join(suffixes)} files; name those of one format, e.g. {path}/*{suffixes[0]}"
+        return f"it has {' and '.join(suffixes)} files; name those of one format{_of_one_format(files, kind, place)}"
     if files:
-        return None if any(file.size for file in files) else NO_ROWS
+        return _split_problem(files, place) if any(file.size for file in files) else NO_ROWS
     if kind == fs.FileType.Directory:
-        return f"the folder has no file ending in {known}; {path}/**/*.jsonl would name those below it"
+        return f"the folder has no file ending in {known}{_below(place)}"
     if _is_glob(path):
         return f"no file ending in {known} matches"
     if parsers.suffix_of(path) and kind == fs.FileType.NotFound:
         return "no such file"
     return _EXPECTED if Path(path).suffix or kind != fs.FileType.NotFound else f"{_EXPECTED}; {_COLUMNS}"
+
+
+def _of_one_format(files: Sequence[PromptFile], kind: fs.FileType, place: _Place) -> str:
+    """A hint at the files of one of several formats; empty if they are those of a glob."""
+    if kind != fs.FileType.Directory:
+        return ""
+    main = _main_format(files)
+    return f", e.g. {_split_globs(main, place) or place.glob(place.path, f'*{_suffix(main[0])}')}"
+
+
+def _below(place: _Place) -> str:
+    """A hint at the files below a folder that has none itself; empty if none are found."""
+    infos: list[fs.FileInfo] = []
+    folders = [place.path]
+    for folder in itertools.islice(folders, _FOLDERS):  # it grows meanwhile
+        with suppress(OSError):
+            infos += (inside := place.filesystem.get_file_info(fs.FileSelector(folder)))
+            is_open = (each for each in inside if each.type == fs.FileType.Directory and each.base_name[0] != ".")
+            folders += sorted(each.path for each in is_open)
+    if not (files := [file for file in place.prompt_files(infos) if file.size]):
+        return ""
+    main = _main_format(files)
+    return f"; below it are {_split_globs(main, place) or place.glob(place.path, f'**/*{_suffix(main[0])}')}"
+
+
+def _main_format(files: Sequence[PromptFile]) -> list[PromptFile]:
+    """Returns the files of the format that has the most bytes."""
+    sizes = Counter[str]()
+    for file in files:
+        sizes[_suffix(file)] += file.size
+    return [file for file in files if _suffix(file) == sizes.most_common(1)[0][0]]
+
+
+def _split_problem(files: Sequence[PromptFile], place: _Place) -> str | None:
+    globs = _split_globs(files, place)
+    return f"it has files of several splits; name those of one: {globs}" if globs else None
+
+
+def _split_globs(files: Sequence[PromptFile], place: _Place) -> str:
+    """Names the files of each split, by the names of files and folders; empty if they are not of several splits."""
+    names = place.path.split("/")
+    fixed = next((number for number, name in enumerate(names) if _is_glob(name)), len(names))
+    found = [split for file in files if (split := _split_of(file, fixed))]
+    globs = list(dict.fromkeys(place.glob(folder, pattern) for _, folder, pattern in sorted(found)))
+    shown = [*globs[:_SHOWN], "..."] if len(globs) > _SHOWN else globs
+    return " or ".join(shown) if len({split for split, *_ in found}) > 1 else ""
+
+
+def _split_of(file: PromptFile, start: int) -> tuple[int, str, str] | None:
+    """Returns which split a file is of, and the folder and the pattern that name its files; None if nothing says so.
+
+    Args:
+        start: number of the first name in its path that may say so.
+    """
+    *folders, name = names = file.path.split("/")
+    for depth in range(start, len(folders)):
+        if names[depth] in _SPLITS:
+            return _SPLITS.index(names[depth]), "/".join(names[: depth + 1]), f"**/*{_suffix(file)}"
+    if match := re.match(rf"({'|'.join(_SPLITS)})(-|(?![a-zA-Z]))", name):
+        return _SPLITS.index(match[1]), "/".join(folders), f"{match[0]}*{_suffix(file)}"
+    return None
+
+
+def _suffix(file: PromptFile) -> str:
+    return parsers.suffix_of(file.path) or ""
 
 
 def _hub_name(address: str) -> str:
