@@ -30,6 +30,8 @@ _ADAPTERS = (
     "adapters of peft; rlx export without --adapter, or peft's merge_and_unload, makes a model; --from RUN continues "
     "adapters"
 )
+_NO_MODEL = "not a Hugging Face model, it has no config.json"
+_CHECKPOINT_FILE, _RUN_FILE = "manifest.json", "run.json"  # of what rlx itself writes while it trains
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,27 @@ def is_model_folder(path: str, setting: str) -> bool:
         if not (folder / "config.json").is_file():
             if (folder / "adapter_config.json").is_file():
                 raise ConfigError(f"{setting} {path}: {_ADAPTERS}")
-            raise ConfigError(f"{setting} {path}: not a Hugging Face model, it has no config.json")
+            raise ConfigError(f"{setting} {path}: {_of_training(folder) or _NO_MODEL}")
         return True
+    if "@" in folder.name:  # which no name on the hub has
+        raise ConfigError(
+            f"{setting} {path}: no such folder; of a checkpoint of a run, rlx export {path} makes the folder of a model"
+        )
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         page = re.match(r"https?://(?:huggingface\.co|hf\.co)/([^/]+/[^/?#]+)", path)
         raise ConfigError(f"{setting} {path}: no such folder{f'; the name on the hub is {page[1]}' if page else ''}")
     return False
+
+
+def _of_training(folder: Path) -> str:
+    """What a folder of rlx's own is that has no model, and how a model is made of it; empty if it is another one."""
+    named = folder if len(folder.parts) > 1 else f"./{folder}"  # a lone name would be that of a run
+    for file, kind in ((_CHECKPOINT_FILE, "a checkpoint of training"), (_RUN_FILE, "a run")):
+        if (folder / file).is_file():
+            return (
+                f"{kind}, not a model: rlx export {named} makes a folder of its model, or --from {named} starts from it"
+            )
+    return ""
 
 
 def shape_on_hub(name: str) -> ModelShape:

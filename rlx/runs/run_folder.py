@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from rlx.config.errors import ConfigError, nearest, one_line
@@ -282,8 +282,10 @@ def checkpoint_of(which: str, storage: str) -> tuple[str, CheckpointEntry]:
         if checkpoint_catalog.is_checkpoint_name(folder.name):
             return address, _complete(checkpoint_catalog.read_checkpoint(folder))
     else:
-        address = join_address(storage, "runs", run)
-        folder = find(open_storage(storage, create=False) / "runs", run)
+        address, runs = join_address(storage, "runs", run), open_storage(storage, create=False) / "runs"
+        if Path(run, "config.json").is_file() and not (runs / run).exists():  # a model, which the error says
+            return checkpoint_of(f"./{which}", storage)
+        folder = find(runs, run)
     settings = _checkpoint_settings(folder)
     best_by = settings.best_by or DEFAULT_METRIC
     entry = checkpoint_catalog.find_checkpoint(folder, step, best_by, settings.best_mode)

@@ -8,6 +8,7 @@ chosen. Left out: the content of the files (checkpoint_files.py) and writing the
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -233,13 +234,14 @@ def find_checkpoint(run: Storage, which: str, metric: str, mode: str) -> Checkpo
         metric: the metric of "best"; `mode` as in `best_checkpoint`.
 
     Raises:
-        StorageError: there is no such complete checkpoint; the text lists those that exist.
+        StorageError: there is no such complete checkpoint; the text lists those that exist, or says what the folder is
+            in place of a run's.
     """
     entries = list_checkpoints(run)
     complete = [entry for entry in entries if entry.manifest]
     if not complete:
         problems = "; ".join(f"{entry.name}: {entry.problem}" for entry in entries)
-        raise StorageError(f"no complete checkpoint in {run.path}" + (f" ({problems})" if problems else ""))
+        raise StorageError(f"no complete checkpoint in {run.path}{f' ({problems})' if problems else _instead_of(run)}")
     if which == "newest":
         return complete[-1]
     if which == "best":
@@ -254,6 +256,27 @@ def find_checkpoint(run: Storage, which: str, metric: str, mode: str) -> Checkpo
         return named
     names = ["newest", "best", *(entry.name for entry in complete)]
     raise StorageError(f"no checkpoint {which} in {run.path}, there are {', '.join(names)}{nearest(which, names)}")
+
+
+def _instead_of(run: Storage) -> str:
+    """Says what else a folder without checkpoints is, and where it belongs; empty if that is not known."""
+    names, shown = run.names(), run.path
+    if "config.json" in names:
+        return f": it is the folder of a model; --model.path {shown} trains it, transformers loads it"
+    if "adapter_config.json" in names:
+        return ": it has only adapters of a model; --from continues those of a run"
+    if models := _having(run, names, "config.json"):
+        return (
+            f": it holds models ({', '.join(models)}); --model.path {shown}/{models[0]} trains one, transformers loads "
+            "it"
+        )
+    runs = _having(run, names, "run.json")
+    return f": it holds runs ({', '.join(runs)}); give one of them, e.g. {shown}/{runs[0]}" if runs else ""
+
+
+def _having(folder: Storage, names: Sequence[str], file: str) -> list[str]:
+    """The first few folders in a folder that have a file."""
+    return list(itertools.islice((name for name in names[:100] if (folder / name / file).exists()), 3))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

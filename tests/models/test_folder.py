@@ -81,6 +81,31 @@ def test_a_folder_called_as_an_organisation_hides_no_name_on_the_hub(
             is_model_folder(path, "model.path")
 
 
+@pytest.mark.parametrize(("file", "kind"), [("manifest.json", "a checkpoint of training"), ("run.json", "a run")])
+def test_what_training_wrote_is_named_as_that(
+    file: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "step_000002"
+    folder.mkdir()
+    (folder / file).write_text("{}")
+    for path, named in ((str(folder), str(folder)), ("step_000002", "./step_000002")):
+        with pytest.raises(ConfigError) as refused:
+            is_model_folder(path, "model.path")
+        assert str(refused.value) == (
+            f"model.path {path}: {kind}, not a model: rlx export {named} makes a folder of its model, "
+            f"or --from {named} starts from it"
+        )
+
+
+@pytest.mark.parametrize("path", ["try1@best", "storage/runs/try1@5", "/storage/runs/try1@best"])
+def test_a_checkpoint_by_name_is_no_model(path: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^model\.path {path}: no such folder; of a check.*, rlx export {path} makes"
+    ):
+        is_model_folder(path, "model.path")
+
+
 def test_a_folder_of_adapters_is_named_as_that(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(

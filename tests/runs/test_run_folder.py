@@ -161,6 +161,31 @@ def test_what_is_not_there_is_one_line(which: str, kind: type[Exception], said: 
     assert sorted(storage.rglob("*")) == before
 
 
+@pytest.mark.parametrize(
+    ("which", "said"),
+    [
+        ("{}/export", "/export: it is the folder of a model; --model.path {}/export trains it, transformers loads it"),
+        ("{}/export@best", "/export: it is the folder of a model; --model.path {}/export trains it"),
+        ("export", "/export: it is the folder of a model; --model.path {}/export trains it, transformers loads it"),
+        ("{}/adapters", "/adapters: it has only adapters of a model; --from continues those of a run"),
+        ("{}/models", "/models: it holds models (tiny-1); --model.path {}/models/tiny-1 trains one"),
+        ("{}/runs", "/runs: it holds runs (a); give one of them, e.g. {}/runs/a"),
+    ],
+)
+def test_a_folder_that_is_something_else_is_named_as_that(
+    which: str, said: str, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("export/config.json", "adapters/adapter_config.json", "models/tiny-1/config.json", "models/notes.txt"):
+        (storage / name).parent.mkdir(parents=True, exist_ok=True)
+        (storage / name).write_text("{}")
+    monkeypatch.chdir(storage)
+    with pytest.raises(StorageError) as refused:
+        run_folder.checkpoint_of(which.format(storage), str(storage))
+    assert str(refused.value).startswith(f"no complete checkpoint in {storage}{said.replace('{}', str(storage))}")
+    made(storage / "runs" / "export")
+    assert run_folder.checkpoint_of("export", str(storage))[1].step == 15  # a run has precedence
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 
 
