@@ -50,7 +50,8 @@ def load_function(name: str) -> Callable[..., Any]:
     module = _module(name, path)
     callables = [key for key, value in vars(module).items() if callable(value)]
     if not hasattr(module, attribute):
-        raise ConfigError(f"reward.functions {name}: {path} has no {attribute}{nearest(attribute, callables)}")
+        of_file = f" ({file})" if (file := getattr(module, "__file__", None)) else ""  # an installed one comes first
+        raise ConfigError(f"reward.functions {name}: {path}{of_file} has no {attribute}{nearest(attribute, callables)}")
     function = getattr(module, attribute)
     if not callable(function):
         kind = type(function).__name__

@@ -321,7 +321,7 @@ SOUND = "def helpful(prompts, completions, answers): return [0.0] * len(prompts)
 @pytest.mark.parametrize(
     ("source", "function", "complaint"),
     [
-        (SOUND, "helpfull", "{m} has no helpfull; nearest: helpful"),
+        (SOUND, "helpfull", "{m}.py) has no helpfull; nearest: helpful"),
         (SOUND + "helpfuls = 3", "helpfuls", "helpfuls is not a function but int; nearest: helpful"),
         (
             "def f(prompts, completion, answers): ...",
@@ -382,8 +382,12 @@ def test_a_module_that_is_not_there_is_named_with_the_nearest(write: Write, name
 def test_the_working_directory_hides_no_module_of_the_same_name(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "tabnanny", raising=False)
     write("def f(prompts, completions, answers): ...", "tabnanny")
-    with pytest.raises(ConfigError, match="tabnanny has no f"):
+    with pytest.raises(ConfigError) as refused:
         load_function("tabnanny:f")
+    file = sys.modules["tabnanny"].__file__
+    assert str(refused.value) == f"reward.functions tabnanny:f: tabnanny ({file}) has no f" and str(file).startswith(
+        "/"
+    )
 
 
 @pytest.mark.slow
