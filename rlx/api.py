@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from rlx.config.errors import ConfigError, meant
 from rlx.config.experiment import with_experiment
-from rlx.config.loading import check_overrides, from_tree, read_yaml, with_overrides
+from rlx.config.loading import check_beside, check_overrides, from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sweep import Mode, ReuseName, RungUnit, SchedulerName, SearchName
 from rlx.types import OnReport
@@ -53,12 +53,16 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | N
     experiments/configs/arithmetic.yaml. `RunConfig(...)` has the settings' own defaults for any model.
 
     Raises:
-        ConfigError: the file cannot be read, a setting is unknown, or a value is not allowed.
+        ConfigError: the file cannot be read, a setting is unknown, a value is not allowed, or a path is meant to begin
+            in the file's folder: paths begin in the working folder.
     """
     if isinstance(path, Mapping):
         raise ConfigError("load_config: the first argument is a file; give settings as overrides=")
     tree = read_yaml(str(path)) if path else {}
-    return from_tree(with_experiment(with_overrides(tree, overrides or {})), str(path or "overrides"))
+    config = from_tree(with_experiment(with_overrides(tree, overrides or {})), str(path or "overrides"))
+    if path:
+        check_beside(path, config.model, config.data, config.eval)
+    return config
 
 
 def train(config: RunConfig, *, on_report: OnReport | None = None, quiet: bool = False) -> TrainResult:

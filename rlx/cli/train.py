@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rlx.cli.options import end_on_signals, exit_code, parse, settings_parser, signal_received
 from rlx.config.errors import ConfigError
 from rlx.config.experiment import DEFAULT_EXPERIMENT, followers, settings_text, takes_experiment, with_experiment
-from rlx.config.loading import from_tree, read_yaml, with_overrides
+from rlx.config.loading import check_beside, from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig, storage_words
 from rlx.config.sections.data import DataConfig, EvalConfig
 from rlx.config.sections.model import ModelConfig
@@ -93,6 +93,8 @@ def new_config(
         config = from_tree(with_overrides(inherited_tree(start, base, given, trust=trust), given))
     else:
         config = from_tree(with_experiment(tree), file or "command line")
+    if file:
+        check_beside(file, config.model, config.data, config.eval)
     if (file or not start) and takes_experiment(tree):
         print(DEFAULT_EXPERIMENT)
     return config

@@ -52,6 +52,11 @@ Address = Annotated[str, pydantic.AfterValidator(_refuse_secret), pydantic.After
 """a setting that takes an address, though it may also be a folder, which may begin with ~, or a name"""
 
 
+def may_be_on_hub(path: str) -> bool:
+    """Whether the path of a model that is not here may be its name on the Hugging Face hub."""
+    return not path.startswith((".", "/", "~")) and path.count("/") <= 1
+
+
 def _refuse_key(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or _ISSUED.search(name):
         raise ValueError("expected the name of an environment variable that holds the key, e.g. MY_KEY")

@@ -6,6 +6,7 @@ Left out: what is checked and when; each package raises ConfigError for the sett
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Collection, Sequence
 
 _CALLED = {
@@ -198,6 +199,11 @@ def nearest(word: str, choices: Sequence[str]) -> str:
     """A hint for a mistyped word: "; nearest: X", or an empty text when no choice is similar."""
     similar = most_similar(word, choices)
     return f"; nearest: {similar}" if similar else ""
+
+
+def where_looked(path: str) -> str:
+    """A hint for a path that leads nowhere: where it was looked for, if it is a relative one."""
+    return "" if ":" in path or os.path.isabs(path) else f"; relative paths begin in the working folder, {os.getcwd()}"
 
 
 def most_similar(word: str, choices: Sequence[str]) -> str:

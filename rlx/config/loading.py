@@ -7,6 +7,7 @@ the nearest valid name. Left out: command-line options (rlx.cli.options).
 from __future__ import annotations
 
 import copy
+import glob
 import os
 import re
 import reprlib
@@ -19,11 +20,12 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from rlx.config.addresses import any_secret
+from rlx.config.addresses import any_secret, may_be_on_hub
 from rlx.config.errors import ConfigError, called_here, nearest, one_line
 from rlx.config.run import RunConfig, dotted_keys, is_dict, sections, setting_keys, settings
 from rlx.config.sections.base import flatten
-from rlx.config.sections.data import DEFAULT_SOURCE
+from rlx.config.sections.data import DEFAULT_SOURCE, DataConfig, EvalConfig, prompt_addresses
+from rlx.config.sections.model import ModelConfig
 
 _QUOTED = r"'([^']*)'"
 _UNSPACED = re.compile(r"(.+:)[-+.\d]\S*")  # an entry such as numeric:1, which YAML takes for a name alone
@@ -140,6 +142,23 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of settings, found {type(tree).__name__}")
     return tree or {}
+
+
+def check_beside(file: str | Path, model: ModelConfig, data: DataConfig, evaluation: EvalConfig) -> None:
+    """Checks that no path in a config file is meant to begin in the file's own folder.
+
+    Raises:
+        ConfigError: prompts or a model are not in the working folder, where relative paths begin, but beside the file.
+    """
+    models = {f"model.{key}": getattr(model, key) for key in ("path", "critic_path", "reference_path")}
+    folders = {key: path for key, path in models.items() if path and not may_be_on_hub(path)}
+    beside = Path(file).resolve().parent
+    for setting, path in (prompt_addresses(data, evaluation) | folders).items():
+        if ":" not in path and not Path(path).exists() and not glob.glob(path) and glob.glob(path, root_dir=beside):
+            raise ConfigError(
+                f"{file}: {setting} {path} is not in the working folder, {os.getcwd()}, where relative paths begin, "
+                f"but beside the config: {os.path.normpath(beside / path)}"
+            )
 
 
 def _parts(key: str) -> list[str]:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlx.config.errors import ConfigError, one_line
+from rlx.config.addresses import may_be_on_hub
+from rlx.config.errors import ConfigError, one_line, where_looked
 from rlx.config.reach import ANSWER_S, why_silent
 from rlx.config.sections.model import ModelConfig
 from rlx.config.sections.train import TrainConfig
@@ -79,9 +80,10 @@ def is_model_folder(path: str, setting: str) -> bool:
         raise ConfigError(
             f"{setting} {path}: no such folder; of a checkpoint of a run, rlx export {path} makes the folder of a model"
         )
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        page = re.match(r"https?://(?:huggingface\.co|hf\.co)/([^/]+/[^/?#]+)", path)
-        raise ConfigError(f"{setting} {path}: no such folder{f'; the name on the hub is {page[1]}' if page else ''}")
+    if page := re.match(r"https?://(?:huggingface\.co|hf\.co)/([^/]+/[^/?#]+)", path):
+        raise ConfigError(f"{setting} {path}: no such folder; the name on the hub is {page[1]}")
+    if not may_be_on_hub(path):
+        raise ConfigError(f"{setting} {path}: no such folder{where_looked(path)}")
     return False
 
 

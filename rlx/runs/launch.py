@@ -24,6 +24,7 @@ from rlx.cluster import nodes
 from rlx.cluster.nodes import FolderCopies
 from rlx.config.errors import one_line
 from rlx.config.sections.base import Section, flatten
+from rlx.config.sections.data import prompt_addresses
 from rlx.data.blocks import rows_of
 from rlx.data.mixture import JoinedRows
 from rlx.data.sources import FILES, find_source, table_names
@@ -166,13 +167,8 @@ def input_files(prepared: PreparedRun) -> dict[str, list[Storage]]:
         if path and is_model_folder(path, setting):
             folder = open_storage(path, create=False)
             found[setting] = [folder / name for name in folder.names() if (folder / name).size() is not None]
-    prompts = {"data.source": config.data.source, "data.ptx_source": config.data.ptx_source}
-    prompts |= {"eval.source": config.eval.source}
-    for number, each in enumerate(config.data.sources):
-        prompts |= {f"data.sources {number}": each.source, f"data.sources {number}.held_out": each.held_out}
-    prompts |= {f"eval.sets {each.name}": each.source for each in config.eval.sets}
-    for setting, address in prompts.items():
-        if address and find_source(address) is FILES:
+    for setting, address in prompt_addresses(config.data, config.eval).items():
+        if find_source(address) is FILES:
             filesystem, files = find_files(address, setting)
             found[setting] = [Storage(filesystem, file.path) for file in files]
     return found

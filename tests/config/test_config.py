@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
+import rlx
 import rlx.config
 from rlx.algorithms.advantages import ADVANTAGES
 from rlx.cli.options import add_settings, parse, settings_parser
@@ -644,6 +646,45 @@ def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
         "/home/me/p/*.jsonl",
         "/home/me/test.csv",
     )
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"data": {"source": "p.jsonl"}},
+        {"data": {"source": "hf:a/b"}, "eval": {"source": "./p.jsonl"}},
+        {"data": {"source": "*.jsonl"}},
+        {"data": {"sources": [{"source": "x.csv"}, {"source": "p.jsonl"}]}},
+        {"model": {"path": "./mine"}},
+    ],
+)
+def test_a_path_that_was_meant_to_begin_beside_the_config_is_told_where_it_begins(
+    tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "configs" / "mine").mkdir(parents=True)
+    (tmp_path / "configs" / "p.jsonl").touch()
+    file = tmp_path / "configs" / "run.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        rlx.load_config(file)
+    assert re.fullmatch(
+        rf"{file}: \S+( \d)? \S+ is not in the working folder, {tmp_path}, where relative paths begin, but beside the "
+        rf"config: {tmp_path}/configs/(p\.jsonl|\*\.jsonl|mine)",
+        str(refused.value),
+    )
+    monkeypatch.chdir(tmp_path / "configs")
+    rlx.load_config(file)
+
+
+def test_a_name_on_the_hub_and_what_is_nowhere_are_not_looked_for_beside_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "configs" / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
+    file = tmp_path / "configs" / "run.yaml"
+    file.write_text("model: {path: Qwen/Qwen3-0.6B}\ndata: {source: gone.jsonl}\n")
+    monkeypatch.chdir(tmp_path)
+    assert rlx.load_config(file).data.source == "gone.jsonl"
 
 
 BOMB = "\n".join(["a0: &a0 [1]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 10))]).encode()

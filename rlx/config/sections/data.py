@@ -338,3 +338,12 @@ class EvalConfig(Section):
     def every_of(self, metric: str) -> int:
         """The steps between evaluations that measure a metric."""
         return next((self.of(each).every for each in self.sets if metric.startswith(f"eval/{each.name}/")), self.every)
+
+
+def prompt_addresses(data: DataConfig, evaluation: EvalConfig) -> dict[str, str]:
+    """The addresses of all prompts, by setting."""
+    found = {"data.source": data.source, "data.ptx_source": data.ptx_source, "eval.source": evaluation.source}
+    for number, each in enumerate(data.sources):
+        found |= {f"data.sources {number}": each.source, f"data.sources {number}.held_out": each.held_out}
+    found |= {f"eval.sets {each.name}": each.source for each in evaluation.sets}
+    return {setting: address for setting, address in found.items() if address}

@@ -20,7 +20,7 @@ from pathlib import Path
 import pyarrow as pa
 from pyarrow import fs
 
-from rlx.config.errors import ConfigError
+from rlx.config.errors import ConfigError, where_looked
 from rlx.config.sections.data import DataConfig
 from rlx.data.stored import parsers
 from rlx.data.stored.columns import Columns
@@ -129,7 +129,8 @@ def find_files(address: str, setting: str) -> tuple[fs.FileSystem, list[PromptFi
         raise ConfigError(f"{setting} {address}: {' '.join(str(error).split())}") from None
     found = place.prompt_files(infos)
     if problem := _problem(found, kind, place):
-        raise ConfigError(f"{setting} {address}: {problem}{'' if kind != fs.FileType.NotFound else _hub_name(address)}")
+        hints = where_looked(address) + _hub_name(address) if kind == fs.FileType.NotFound else ""
+        raise ConfigError(f"{setting} {address}: {problem}{hints}")
     return place.filesystem, found
 
 
