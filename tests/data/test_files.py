@@ -2,6 +2,7 @@
 
 import glob
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -357,6 +358,23 @@ def test_a_header_with_other_separators_or_blanks_is_named_as_that(tmp_path: Pat
     (tmp_path / "a.csv").write_text(f"{header}\n")
     with pytest.raises(ConfigError, match=said):
         sources.check_source(f"{tmp_path}/a.csv", FILES, "data.source")
+
+
+@pytest.mark.parametrize("encoding", ["UTF-16", "UTF-16LE", "UTF-16BE"])
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".json"])
+def test_a_file_in_utf_16_is_refused_with_the_command_that_converts_it(
+    tmp_path: Path, suffix: str, encoding: str
+) -> None:
+    file = tmp_path / f"a b{suffix}"
+    WRITERS[suffix](file, records(0, 3))
+    plain = file.read_text()
+    file.write_bytes(plain.encode(encoding))
+    with pytest.raises(ConfigError) as refused:
+        sources.check_source(str(file), FILES, "data.source")
+    command = f"iconv -f {encoding} -t UTF-8 '{file}' > utf8{suffix}"
+    assert str(refused.value) == f"data.source {file}: it is {encoding}, not UTF-8: {command}"
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    assert (tmp_path / f"utf8{suffix}").read_text() == plain
 
 
 def test_an_empty_file_among_others_has_no_rows(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import itertools
 import json
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -52,11 +53,22 @@ def read_part(file: pa.NativeFile, part: Part, columns: Columns) -> Iterator[pa.
         ValueError: the file cannot be used; the text is one line and begins with the file's name.
     """
     try:
+        _check_encoding(file, part)
         yield from as_tables(format_of(part.path).parse(file, part, columns))
     except Exception as error:  # pyarrow raises errors of all kinds, with many lines
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         reason = one_line(error, 700)
         raise ValueError(reason if reason.startswith(part.name) else f"{part.name}: {kind}{reason}") from None
+
+
+def _check_encoding(file: pa.NativeFile, part: Part) -> None:
+    """Raises ValueError if a file is UTF-16, as spreadsheets save it: read as UTF-8 it has other rows and columns."""
+    head = file.read(2)
+    file.seek(0)
+    if head in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or b"\0" in head:
+        kind = "UTF-16" if b"\0" not in head else "UTF-16BE" if head.startswith(b"\0") else "UTF-16LE"
+        command = f"iconv -f {kind} -t UTF-8 {shlex.quote(part.name)} > utf8{suffix_of(part.path)}"
+        raise ValueError(f"{part.name}: it is {kind}, not UTF-8: {command}")
 
 
 def as_tables(rows: Iterable[Row]) -> Iterator[pa.Table]:
