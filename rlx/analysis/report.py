@@ -133,17 +133,17 @@ def evidence_of(sweep: Sweep, compared: Mapping[str, Sequence[Group]], uri: str,
 
 def _best_metrics(settings: Sequence[Group], evidence: Evidence, metric: str) -> dict[str, float]:
     """What the sweep's run in MLflow shows of its best setting: its mean, and what to expect of it on fresh seeds."""
-    seen = {metric: settings[0].mean} if settings[0].values else {}
+    seen = {metric: settings[0].mean} if settings[0].is_compared else {}
     return seen | ({f"{metric}/expected": evidence.winner.fresh.value} if evidence.winner else {})
 
 
 def best_yaml(sweep: Sweep, settings: Sequence[Group], uri: str, withheld: Withheld = withhold_nothing) -> str:
     """The best setting as YAML for `rlx train --config`, without the seed if seeds were varied.
 
-    What is withheld stands in a comment. Empty if no trial has a result, or if the config of the best trial is not in
+    What is withheld stands in a comment. Empty if no setting is compared, or if the config of the best trial is not in
     MLflow, comes from another version of rlx, or cannot be written as YAML.
     """
-    if not settings[0].values:
+    if not settings[0].is_compared:
         return ""
     trial = settings[0].ended[0]
     seed = {statistics.SEED} & set(sweep.varied)

@@ -16,13 +16,14 @@ def summary_sentence(groups: Sequence[Group], metric: str = DEFAULT_METRIC) -> s
     Args:
         groups: the settings, best first.
     """
-    with_values = [group for group in groups if group.values]
-    if not with_values:
-        return f"No trial has ended with {metric} yet."
-    best, *others = with_values
+    compared = [group for group in groups if group.is_compared]
+    if not compared:
+        what = "setting without a failed trial" if any(group.values for group in groups) else "trial"
+        return f"No {what} has ended with {metric} yet."
+    best, *others = compared
     if not others:
         return f"{best.label} ends with {metric} {mean_text(best)}; there is no other setting to compare it with."
-    is_population = any(trial.origins for group in with_values for trial in group.trials)
+    is_population = any(trial.origins for group in compared for trial in group.trials)
     more = "rlx lineage says how to run the best on fresh seeds" if is_population else "use --seeds 3"  # pbt takes none
     return _first_two(best, others[0], metric, more)
 

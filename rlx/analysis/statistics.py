@@ -57,6 +57,17 @@ class Group:
     chosen_from: int = 1  # so many settings, of which it was the best: the reason why it is compared
 
     @property
+    def has_failed(self) -> bool:
+        """Whether a trial has failed. A setting of which one has is not compared: those of its seeds that went well may
+        be the ones that suit it."""
+        return any(trial.status == RunStatus.FAILED for trial in self.trials)
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether a setting can be the best: it has a value, and no trial of it has failed."""
+        return bool(self.values) and not self.has_failed
+
+    @property
     def ends(self) -> tuple[float, float]:
         """Both ends of the interval; NaN if it is not known."""
         return self.mean - self.half_width, self.mean + self.half_width
@@ -142,8 +153,8 @@ def final_value(trial: Trial, metric: str) -> float:
 
 
 def has_ended(trial: Trial, metric: str) -> bool:
-    """Whether a trial has ended with a value of the metric."""
-    return trial.status != RunStatus.RUNNING and len(trial.curve(metric)) > 0
+    """Whether a trial has ended with a value of the metric: one that failed has not, whatever it logged before."""
+    return trial.status not in (RunStatus.RUNNING, RunStatus.FAILED) and len(trial.curve(metric)) > 0
 
 
 def best_value(trial: Trial, metric: str, mode: Mode) -> float:
@@ -154,12 +165,13 @@ def best_value(trial: Trial, metric: str, mode: Mode) -> float:
 
 
 def rank_trials(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max") -> list[Trial]:
-    """The trials by their final value, best first, then by their best value; trials without the metric come last."""
+    """The trials by their final value, best first, then by their best value; then trials without the metric, and last
+    those that failed."""
     sign = -1.0 if mode == "max" else 1.0
 
-    def sort_key(trial: Trial) -> tuple[bool, float, float]:
-        final = final_value(trial, metric)
-        return math.isnan(final), sign * final, sign * best_value(trial, metric, mode)
+    def sort_key(trial: Trial) -> tuple[bool, bool, float, float]:
+        final, has_failed = final_value(trial, metric), trial.status == RunStatus.FAILED
+        return has_failed, math.isnan(final), sign * final, sign * best_value(trial, metric, mode)
 
     return sorted(sweep.trials, key=sort_key)
 
@@ -169,10 +181,11 @@ def rank_trials(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max") 
 
 
 def group_trials(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max", by: str | None = None) -> list[Group]:
-    """The settings of a sweep as groups, best mean first; groups without a value come last.
+    """The settings of a sweep as groups, best mean first; then those of which a trial failed, and last those without a
+    value.
 
     Args:
-        by: group by the values of this varied setting instead.
+        by: group by the values of this varied setting instead, whose trials that failed are left out.
 
     Raises:
         ConfigError: the metric was not loaded, or `by` was not varied.
@@ -191,7 +204,8 @@ def group_trials(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max",
         _group(dict(zip(keys, values, strict=True)), trials, metric, num_questions, step)
         for values, trials in trials_by_setting.items()
     ]
-    return best_first(groups, mode)
+    ranked = best_first(groups, mode)
+    return ranked if by else sorted(ranked, key=lambda group: (not group.values, group.has_failed))
 
 
 def best_first(groups: Iterable[Group], mode: Mode = "max") -> list[Group]:

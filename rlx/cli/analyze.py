@@ -104,7 +104,7 @@ def print_analysis(args: argparse.Namespace) -> int:
     if evidence.against:
         print(f"{gap_sentence(evidence.against)}\n")
     place = report.other_place(sweep, metric, mode)
-    if settings[0].ended:
+    if settings[0].is_compared:
         run = loading.trial_address(uri, settings[0].ended[0]) or "RUN"
         step = "newest" if place else "best"  # which is best is kept by the sweep's own metric
         print(f"its model: {shlex.join(['rlx', 'export', f'{run}@{step}', '--register', 'NAME'])}\n")

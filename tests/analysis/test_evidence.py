@@ -32,6 +32,7 @@ from rlx.config.sweep import DEFAULT_METRIC
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import StorageError
 from rlx.tracking import outbox
+from rlx.tracking.base import RunStatus
 from rlx.tracking.services import mlflow
 
 LR = "train.actor_lr"
@@ -208,6 +209,17 @@ def test_none_is_ahead_by_nothing_or_less_than_that(uri: str) -> None:
     assert text.startswith("actor_lr 0.0001 is level with actor_lr 0.0002: 0 (95 %: ")
     text = sweep_verdict(groups, replace(found, gaps=behind), DEFAULT_METRIC)
     assert "last, at step 4: it was behind there, which may be chance." in text
+
+
+def test_a_setting_of_which_a_trial_failed_is_named_and_not_compared(uri: str) -> None:
+    first, second, third = loaded(uri)[1]
+    lost = replace(first, trials=(replace(first.trials[0], status=RunStatus.FAILED), *first.trials[1:]))
+    found = weigh(uri, [second, third, lost], DEFAULT_METRIC, "max")
+    assert [gap.second for gap in found.gaps] == [third]
+    text = sweep_verdict([second, third, lost], found, DEFAULT_METRIC)
+    assert text.startswith("actor_lr 0.0002 is ahead of actor_lr 0.0003 by ")
+    assert text.endswith(" Not compared, because a trial failed: actor_lr 0.0001.")
+    assert weighing.between(uri, second, lost, DEFAULT_METRIC, "max") is None
 
 
 def test_with_one_seed_nothing_is_said_of_settings(uri: str) -> None:

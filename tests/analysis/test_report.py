@@ -63,6 +63,8 @@ def uri(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> str:
     log_sweep(uri, "wide", [Run({LR: 1e-5 * 2**i}, {0: 0.1, 4: 0.05 * i}) for i in range(MIN_GROUPS)], [LR])
     log_sweep(uri, "nothing-varied", [Run({}, {0: 0.1, 4: 0.5})], [])
     log_sweep(uri, "failed", [Run({LR: 1e-3}, status="FAILED"), Run({LR: 1e-4}, status="FAILED")], [LR])
+    lost = [Run({LR: 1e-3, "seed": 0}, {0: 0.1, 4: 0.9}), Run({LR: 1e-3, "seed": 1}, {0: 0.99}, status="FAILED")]
+    log_sweep(uri, "lost", [*lost, *seeds({LR: 1e-4}, 0.3, 0.4)], [LR, "seed"])
     log_sweep(uri, "running", [Run({LR: 1e-3}, {0: 0.1, 2: 0.3}, "RUNNING")], [LR])
     stopped = Run({LR: 1e-4}, {0: 0.1, 2: 0.2}, tags={"rlx.stopped": "2"})
     cloned = Run({LR: 1e-3}, {4: 0.9}, tags={"rlx.from": "trial_1@2", "rlx.folder": "/my runs/a"})
@@ -119,6 +121,15 @@ def test_writes_files_and_stores_them_with_the_sweep(uri: str, written: Written,
     assert run.metrics == ({"best/eval/accuracy": settings[0].mean} | expected if recipe else {})
     height, width, _ = matplotlib.image.imread(folder / "settings.png").shape
     assert (height, width) >= (700, 1500)
+
+
+def test_a_setting_of_which_a_trial_failed_is_not_the_best(uri: str, written: Written) -> None:
+    loaded = loading.load_sweep(uri, "rlx", "lost")
+    settings = report.comparisons(loaded)["settings"]
+    assert [group.settings[LR] for group in settings] == [1e-4, 1e-3]
+    assert yaml.safe_load((written("lost") / "best.yaml").read_text())["train"]["actor_lr"] == 1e-4
+    assert mlflow.get_run(uri, loaded.run_id).metrics["best/eval/accuracy"] == pytest.approx(0.35)
+    assert report.best_yaml(loaded, settings[1:], uri) == ""
 
 
 @pytest.mark.parametrize("name", ["lr", "wide", "nothing-varied", "failed", "running", "pbt"])
@@ -436,7 +447,7 @@ def test_the_script_takes_the_newest_sweep_of_a_storage(
     storage = Path(uri.removeprefix("sqlite:///")).parent
     assert script.main(["--storage", str(storage)]) == 0
     output = capsys.readouterr().out
-    assert "sweeps, newest first: pbt, running, failed, nothing-varied, wide, lr, bare;" in output
+    assert "sweeps, newest first: pbt, running, lost, failed, nothing-varied, wide, lr, bare;" in output
     assert "sweep pbt: 2 trials" in output
     assert "its model: rlx export '/my runs/a@best' --register NAME" in output
     assert (storage / "analysis" / "pbt" / "trials.csv").is_file()

@@ -93,6 +93,37 @@ def test_equal_means_keep_their_order_and_those_without_a_value_come_last() -> N
         assert [group.settings[LR] for group in group_trials(tied, mode=mode)] == [4, 3, 2, 5]
 
 
+def test_what_failed_is_behind_all_that_did_not() -> None:
+    early = sweep(
+        trial(0, {LR: 1.0}, {0: 0.9}, status="FAILED"),
+        trial(1, {LR: 2.0}, {0: 0.1, 9: 0.3}),
+        trial(2, {LR: 3.0}, {0: 0.1, 9: 0.4}, status="KILLED"),
+        trial(3, {LR: 4.0}, {}, status="RUNNING"),
+    )
+    groups = group_trials(early)
+    assert [group.settings[LR] for group in groups] == [3, 2, 4, 1]
+    assert groups[-1].values == () and groups[-1].ended == ()
+    assert tables.trial_table(early)["trial"].tolist()[-1] == "trial_00000"
+    assert summary_sentence(groups).startswith("actor_lr 3 is ahead of actor_lr 2 by 0.1;")
+
+
+def test_a_setting_of_which_a_trial_failed_is_behind_those_of_which_none_did() -> None:
+    lost = sweep(
+        trial(0, setting(1, 0), {9: 0.9}),
+        trial(1, setting(1, 1), {5: 0.1}, status="FAILED"),
+        trial(2, setting(2, 0), {9: 0.6}),
+        trial(3, setting(2, 1), {9: 0.62}),
+    )
+    groups = group_trials(lost)
+    assert [group.values for group in groups] == [(0.62, 0.6), (0.9,)]
+    assert [group.is_compared for group in groups] == [True, False]
+    assert tables.group_table(groups)["notes"].tolist() == ["", "1 failed"]
+    assert summary_sentence(groups).endswith("there is no other setting to compare it with.")
+    assert summary_sentence(groups[1:]) == f"No setting without a failed trial has ended with {DEFAULT_METRIC} yet."
+    by_rate = group_trials(lost, by=LR)  # many settings: one that failed says little of the value
+    assert [group.values for group in by_rate] == [(0.9,), (0.62, 0.6)]
+
+
 def test_trials_that_differ_in_nothing_are_one_value() -> None:
     (twice,) = group_trials(sweep(trial(0, {LR: 1.0}, {9: 0.4}), trial(1, {LR: 1.0}, {9: 0.6})))
     assert twice.values == (0.5,)

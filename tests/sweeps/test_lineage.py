@@ -108,6 +108,8 @@ def test_the_best_trial_and_the_setting_beside_it(sweep: Storage) -> None:
     records = {f"trial_0000{number}": record(value) for number, value in enumerate((0.3, 0.9, 0.5))}
     assert lineage.best_trial(plan, records) == "trial_00001"
     assert lineage.best_trial(SweepPlan("s", {}, "space.py", mode="min"), records) == "trial_00000"
+    failed = record(0.99).model_copy(update={"state": TrialState.FAILED})
+    assert lineage.best_trial(plan, records | {"trial_00003": failed}) == "trial_00001"
     lineages = {name: lineage.lineage_of(sweep, name, 12, VARIED) for name in records}
     constant, which = lineage.constant_settings(plan, records, lineages, "trial_00001")
     assert constant == {"train.actor_lr": 1e-4, "algorithm.kl_coef": 0.01}
@@ -117,6 +119,8 @@ def test_the_best_trial_and_the_setting_beside_it(sweep: Storage) -> None:
     assert constant["train.actor_lr"] == 2e-4 and which.startswith("those that trial_00002 had from step 4 to 12")
     with pytest.raises(ConfigError, match="no trial of sweep s has been evaluated yet"):
         lineage.best_trial(plan, {"trial_00000": TrialRecord(settings={})})
+    with pytest.raises(ConfigError, match="or those that were have failed"):
+        lineage.best_trial(plan, {"trial_00000": failed})
 
 
 @pytest.mark.slow

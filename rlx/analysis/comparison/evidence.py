@@ -65,11 +65,12 @@ def weigh(
     """What the runs of these settings prove.
 
     Args:
-        groups: best first.
+        groups: best first; those of which a trial failed are not compared.
         against: the best settings of two sweeps, to be compared as well.
         looks: of a race, see `Sweep.looks`.
     """
     sign = 1.0 if mode == "max" else -1.0
+    groups = [group for group in groups if group.is_compared]
     whole, values = seed_table(groups, metric)
     gaps = gaps_to_best(uri, groups, metric, sign, looks)
     other = between(uri, against[0], against[1], metric, mode) if against else None
@@ -86,7 +87,7 @@ def between(uri: str, first: Group, second: Group, metric: str, mode: Mode) -> P
 
     The chance is corrected (Bonferroni) for the settings that each was chosen from.
     """
-    if not first.values or not second.values:
+    if not first.is_compared or not second.is_compared:
         return None
     runs = (evaluated_runs(uri, first, metric), evaluated_runs(uri, second, metric))
     pair = paired_gap((first, second), runs, 1.0 if mode == "max" else -1.0, at_ends=True)

@@ -24,7 +24,7 @@ def sweep_verdict(groups: Sequence[Group], evidence: Evidence, metric: str) -> s
     nearest = evidence.nearest
     is_known = nearest and nearest.is_by_question and not math.isnan(nearest.gap.half_width)
     first = _first_two(evidence, nearest, metric) if nearest and is_known else summary_sentence(groups, metric)
-    return " ".join([first, *_luck(evidence)])
+    return " ".join([first, *_luck(evidence), *_failed(groups)])
 
 
 def gap_sentence(pair: PairedGap) -> str:
@@ -115,6 +115,15 @@ def _where(pair: PairedGap) -> str:
 def _one_run(pair: PairedGap) -> str:
     """What an interval over questions alone leaves open."""
     return " With one seed that speaks of these two runs, not of their settings; use --seeds 3." * (pair.seeds == 1)
+
+
+def _failed(groups: Sequence[Group]) -> list[str]:
+    """Which settings are not compared, although seeds of theirs have ended."""
+    names = [group.label for group in groups if group.values and group.has_failed]
+    if not names:
+        return []
+    which = "; ".join(names) if len(names) <= _MOST_NAMED else f"{len(names)} settings"
+    return [f"Not compared, because a trial failed: {which}."]
 
 
 def _luck(evidence: Evidence) -> list[str]:

@@ -235,7 +235,7 @@ def without_empty_columns(table: pd.DataFrame) -> pd.DataFrame:
 
 def _best_setting(sweep: Sweep, settings: Sequence[Group], recipe: str) -> list[PageSection]:
     title = "The best setting"
-    if not settings[0].values:
+    if not settings[0].is_compared:
         return []
     if not recipe:
         return [PageSection(title, "Not given: its config.yaml is not in MLflow, or is of another version of rlx.")]

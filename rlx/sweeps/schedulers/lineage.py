@@ -18,7 +18,7 @@ from rlx.config.sections.base import flatten
 from rlx.runs.run_folder import saved_config
 from rlx.storage.addresses import without_options
 from rlx.storage.filesystem import Storage
-from rlx.sweeps.records import SweepPlan, TrialRecord
+from rlx.sweeps.records import SweepPlan, TrialRecord, TrialState
 from rlx.sweeps.trainable import newest_attempt
 
 
@@ -84,16 +84,20 @@ def never_changed(lineage: Sequence[Stretch]) -> bool:
 
 
 def best_trial(plan: SweepPlan, records: Mapping[str, TrialRecord]) -> str:
-    """Returns the trial with the best last value of the sweep's metric.
+    """Returns the trial with the best last value of the sweep's metric, of those that have not failed.
 
     Raises:
         ConfigError: none has been evaluated.
     """
     sign = 1.0 if plan.mode == "max" else -1.0
-    values = {name: sign * record.reports[-1][1] for name, record in records.items() if record.reports}
+    values = {name: sign * record.reports[-1][1] for name, record in records.items() if _is_compared(record)}
     if not values:
-        raise ConfigError(f"no trial of sweep {plan.name} has been evaluated yet")
+        raise ConfigError(f"no trial of sweep {plan.name} has been evaluated yet, or those that were have failed")
     return max(values, key=lambda name: values[name])
+
+
+def _is_compared(record: TrialRecord) -> bool:
+    return bool(record.reports) and record.state is not TrialState.FAILED
 
 
 def constant_settings(
@@ -106,7 +110,7 @@ def constant_settings(
     Args:
         lineages: of all trials, by name.
     """
-    never = {name: records[name] for name, each in lineages.items() if len(each) == 1 and records[name].reports}
+    never = {name: records[name] for name, each in lineages.items() if len(each) == 1 and _is_compared(records[name])}
     if never:
         best = best_trial(plan, never)
         return dict(lineages[best][0].settings), f"those of {best}, the best trial that never changed"
