@@ -23,7 +23,7 @@ from rlx.config.loading import from_tree, parse_yaml, setting_at, with_overrides
 from rlx.config.run import LONGEST_NAME, RUN_NAME, RunConfig
 from rlx.config.sections.base import flatten
 from rlx.config.sweep import DEFAULT_METRIC, PROGRESS, Mode, RungUnit
-from rlx.tracking.base import RunStatus, TrackedRun
+from rlx.tracking.base import ERROR_TAG, RunStatus, TrackedRun
 from rlx.tracking.metrics import METRICS, meaning
 from rlx.tracking.services import mlflow
 from rlx.tracking.services.mlflow_page import run_address
@@ -63,6 +63,7 @@ class Trial:
     stopped_at: int | None = None  # the step at which a scheduler stopped it
     origins: tuple[str, ...] = ()  # the checkpoints that later attempts continued from, e.g. trial_00001@6
     end_ms: int | None = None  # of the last attempt, since the epoch; None while it is running
+    error: str = ""  # why it failed, if it did and has said so
 
     def curve(self, metric: str) -> pd.Series[float]:
         """A metric by step, without steps that have no value, and up to the one at which a scheduler stopped it.
@@ -306,10 +307,8 @@ def _rung_unit(parent: TrackedRun) -> RungUnit:
     Raises:
         ConfigError: it says something else.
     """
-    said = parent.tags.get("rlx.rung_by", "steps")
-    for unit in PROGRESS:
-        if unit == said:
-            return unit
+    if unit := next((each for each in PROGRESS if each == parent.tags.get("rlx.rung_by", "steps")), None):
+        return unit
     raise ConfigError(f"the record of sweep {parent.name} is damaged: its tag rlx.rung_by")
 
 
@@ -350,6 +349,7 @@ def _trial(
         stopped_at=None if stopped_at is None else int(stopped_at),
         origins=tuple(run.tags["rlx.from"] for run in attempts if "rlx.from" in run.tags),
         end_ms=last.end_ms,
+        error=printable(last.tags.get(ERROR_TAG, "")) if last.status == RunStatus.FAILED else "",
     )
 
 

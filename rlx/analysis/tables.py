@@ -54,15 +54,15 @@ def mean_seconds(group: Group) -> float:
 
 def trial_table(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max") -> pd.DataFrame:
     """One row per trial, in the order of `rank_trials`: name, varied settings, final, best and first value, cost,
-    status."""
+    status, why it failed."""
     rows = [
         {"rank": rank, "trial": trial.name}
         | dict(zip(short_names(trial.settings), trial.settings.values(), strict=True))
         | {"final": final_value(trial, metric), "best": best_value(trial, metric, mode)}
         | {"first": float(trial.curve(metric).get(0, math.nan))}
         | {"steps": trial.last_step, "tokens": trial.history["tokens/total"].max()}
-        | {"seconds": trial.seconds, "status": str(trial.status), "stopped": trial.stopped_at}
-        | {"from": ", ".join(trial.origins)}
+        | {"seconds": trial.seconds, "status": str(trial.status), "error": trial.error}
+        | {"stopped": trial.stopped_at, "from": ", ".join(trial.origins)}
         for rank, trial in enumerate(rank_trials(sweep, metric, mode), 1)
     ]
     return with_settings(pd.DataFrame(rows), short_names(sweep.varied))

@@ -23,7 +23,7 @@ import yaml
 from rlx.cluster import nodes
 from rlx.cluster.nodes import FolderCopies
 from rlx.config.errors import one_line
-from rlx.config.sections.base import Section, flatten
+from rlx.config.sections.base import flatten
 from rlx.config.sections.data import prompt_addresses
 from rlx.data.blocks import rows_of
 from rlx.data.mixture import JoinedRows
@@ -44,6 +44,7 @@ from rlx.storage.filesystem import Storage, StorageError, check_writable
 from rlx.storage.signatures import SIGNATURE, Signer
 from rlx.tracking import outbox, provenance, tracker
 from rlx.tracking.base import RunStatus, Tracker, TrackingService
+from rlx.tracking.parameters import params_of
 from rlx.tracking.startup import StartUp
 from rlx.tracking.tracker import OutboxTracker
 from rlx.types import Notify, OnReport, Phase
@@ -286,19 +287,12 @@ def _open_record(
     record.open(
         config.tracking.experiment,
         prepared.name,
-        params={key: _readable(value) for key, value in flatten(config).items() if value is not None},
+        params=params_of(flatten(config)),
         tags={"rlx.kind": "run", "rlx.folder": folder.path, **(parent.tags if parent else {})},
         parent=parent.folder if parent else None,
     )
     record.log_text("config.yaml", text)
     return record
-
-
-def _readable(value: Any) -> Any:
-    """A setting as trackers show it: of a list of sections, such as data.sources, what is given in each."""
-    if not (isinstance(value, tuple) and any(isinstance(each, Section) for each in value)):
-        return value
-    return [each.model_dump(mode="json", exclude_none=True) for each in value]
 
 
 def _signed(folder: Storage, tree: Mapping[str, Any], parent: Parent | None) -> str:
@@ -310,8 +304,8 @@ def _signed(folder: Storage, tree: Mapping[str, Any], parent: Parent | None) -> 
 
 @contextmanager
 def _closing(record: OutboxTracker, name: str, folder: Storage, notify: Notify) -> Iterator[None]:
-    """Ends the run's MLflow run with the status of the block, and sends what still waits."""
-    status = RunStatus.FAILED
+    """Ends the run's MLflow run with the status of the block and why it failed, and sends what still waits."""
+    status, reason = RunStatus.FAILED, ""
     try:
         yield
         status = RunStatus.FINISHED
@@ -322,9 +316,13 @@ def _closing(record: OutboxTracker, name: str, folder: Storage, notify: Notify) 
         status = RunStatus.KILLED
         raise
     except ray.exceptions.RayError as error:  # an actor of the cluster has died, or the cluster itself
-        raise RunLostError(f"Ray failed: {one_line(error, 300)}") from error
+        reason = f"Ray failed: {one_line(error, 300)}"
+        raise RunLostError(reason) from error
+    except Exception as error:
+        reason = one_line(error, 500)
+        raise
     finally:
-        record.end(status)
+        record.end(status, reason)
         _send_rest(record, name, folder, notify)
 
 

@@ -134,8 +134,8 @@ class SweepCallback(tune.Callback):
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         self.statuses[str(trial)] = RunStatus.FAILED
-        self.log.end_trial(trial, TrialState.FAILED, _error_message(trial))
-        self.log.end_mlflow_run(trial, RunStatus.FAILED)
+        self.log.end_trial(trial, TrialState.FAILED, message := _error_message(trial))
+        self.log.end_mlflow_run(trial, RunStatus.FAILED, message)
         self._show(trial, trial.last_result, TrialState.FAILED)
 
     def on_experiment_end(self, trials: list[Trial], **info: Any) -> None:
@@ -217,9 +217,13 @@ class TrialLog:
                 self._later(trial, "sweep", lambda log: log.set_tags({"rlx.stopped": str(trial.last_result["step"])}))
             self.records.write(str(trial), record.model_copy(update={"state": state, "message": message}))
 
-    def end_mlflow_run(self, trial: Trial, status: RunStatus) -> None:
-        """Ends the MLflow run of a trial's newest run, and sends what the trial's process has not sent."""
-        self._later(trial, "driver", lambda log: log.end(status))
+    def end_mlflow_run(self, trial: Trial, status: RunStatus, error: str = "") -> None:
+        """Ends the MLflow run of a trial's newest run, and sends what the trial's process has not sent.
+
+        Args:
+            error: why the trial failed; empty if it did not, or if that is recorded.
+        """
+        self._later(trial, "driver", lambda log: log.end(status, error))
 
     def end_sweep(self, status: RunStatus) -> None:
         """Ends the MLflow run of the sweep."""

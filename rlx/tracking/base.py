@@ -18,6 +18,9 @@ from typing import Any, Protocol
 from rlx.config.sections.records import BackendName
 from rlx.storage.filesystem import Storage
 
+ERROR_TAG = "rlx.error"
+"""the tag of a run that failed: why, in one line; a resume leaves it"""
+
 
 class RunStatus(StrEnum):
     """The state of a run in its tracking service."""

@@ -20,7 +20,7 @@ from typing import Any
 from rlx.config.errors import ConfigError
 from rlx.config.sections.records import BackendName, TrackingConfig
 from rlx.storage.filesystem import Storage
-from rlx.tracking.base import RunStatus, TrackingService
+from rlx.tracking.base import ERROR_TAG, RunStatus, TrackingService
 from rlx.tracking.delivery import Delivery
 from rlx.tracking.outbox import EntryKind, OutboxQueue, add_key, entries_of, unfinished_writers
 from rlx.tracking.services import mlflow
@@ -137,8 +137,10 @@ class OutboxTracker:
         """Sets tags of the run."""
         self._add(EntryKind.SET_TAGS, {"tags": dict(tags)})
 
-    def end(self, status: RunStatus) -> None:
-        """Marks the run as ended now."""
+    def end(self, status: RunStatus, error: str = "") -> None:
+        """Marks the run as ended now; `error`: why it failed, which it keeps as `ERROR_TAG`."""
+        if error:
+            self.set_tags({ERROR_TAG: error})
         self._add(EntryKind.END, {"status": status, "at": now_ms()})
 
     def flush(self, patience_s: float = 1.0) -> None:

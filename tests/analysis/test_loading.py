@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sweep_cases import BASE, Run, config, log_run, log_sweep
 
-from rlx.analysis import loading
+from rlx.analysis import loading, tables
 from rlx.config.errors import ConfigError, printable
 from rlx.config.sections.base import flatten
 from rlx.tracking.base import TrackedRun
@@ -19,7 +19,9 @@ VARIED = ("train.actor_lr", "algorithm.kl_estimator", "algorithm.adaptive_kl_tar
 RUNS = [
     Run({"train.actor_lr": 1e-4, "algorithm.kl_estimator": "k1"}, {0: 0.2, 2: 0.5, 4: 0.4}, answers={"is it?": "no"}),
     Run({"train.actor_lr": 3e-3, "algorithm.kl_estimator": "k3"}, {0: 0.2, 2: 0.6}, tags={"rlx.stopped": "2"}),
-    Run({"train.actor_lr": 5e-4, "algorithm.adaptive_kl_target": 0.1}, status="FAILED"),  # before its first evaluation
+    Run(  # before its first evaluation
+        {"train.actor_lr": 5e-4, "algorithm.adaptive_kl_target": 0.1}, status="FAILED", tags={"rlx.error": "no memory"}
+    ),
 ]
 CLONED = Run(
     {"train.actor_lr": 1e-4},
@@ -66,6 +68,8 @@ def test_a_sweep_is_read_with_its_trials_in_order(sweep: loading.Sweep) -> None:
     assert [trial.status for trial in sweep.trials] == ["FINISHED", "FINISHED", "FAILED"]
     assert [trial.seconds for trial in sweep.trials] == pytest.approx([8.5, 4.5, math.nan], nan_ok=True)
     assert [trial.stopped_at for trial in sweep.trials] == [None, 2, None]
+    assert [trial.error for trial in sweep.trials] == ["", "", "no memory"]
+    assert tables.trial_table(sweep)["error"].tolist() == ["", "", "no memory"]
 
 
 def test_the_recorded_options_are_read(sweep: loading.Sweep) -> None:

@@ -199,6 +199,7 @@ def test_a_trial_that_fails_is_shown_and_its_run_ends_at_once(
     sweep.fail(0)
     assert (sweep.record(0).state, sweep.record(0).message) == (TrialState.FAILED, "its process was killed")
     assert sweep.service.ends == {"trial_00000": [RunStatus.FAILED]}
+    assert sweep.service.tags == {"trial_00000": {"rlx.error": "its process was killed"}}
     assert seen[-1][::2] == ("trial_00000", "failed")
 
 

@@ -11,19 +11,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import s3
+from ray.exceptions import RayError
 from shared import Where
 
 from rlx.config.errors import ConfigError
 from rlx.runs import launch
+from rlx.runs.train_run import RunLostError
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.tracking import outbox
-from rlx.tracking.base import RunStatus, TrackedRun, Tracker
+from rlx.tracking.base import ERROR_TAG, RunStatus, TrackedRun, Tracker
 from rlx.tracking.memory import NullTracker
 from rlx.tracking.services import mlflow, mlflow_errors
 from rlx.tracking.services.mlflow import MLflowService
@@ -394,6 +397,14 @@ def test_a_resumed_run_repeats_no_step_and_counts_its_attempts(database: str, fo
         assert tracked_run(database, folder).tags["rlx.attempt"] == str(attempt)
     assert logged(database, folder) == expected(0, 1, 2)
     assert tracked_run(database, folder).status == "FAILED"
+
+
+def test_a_run_that_fails_says_why(database: str, folder: Storage) -> None:
+    for error, said in ((ValueError("no room\nfor it"), "no room for it"), (RayError("a node"), "Ray failed: a node")):
+        with suppress(type(error), RunLostError), launch._closing(opened_tracker(database, folder), "r", folder, print):
+            raise error
+        assert tracked_run(database, folder).status == "FAILED"
+        assert tracked_run(database, folder).tags[ERROR_TAG] == said
 
 
 @pytest.mark.slow
