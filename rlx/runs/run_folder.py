@@ -84,8 +84,8 @@ _FIXED = (
 
 
 def holds_run(folder: Storage) -> bool:
-    """Returns whether a folder holds a run."""
-    return (folder / "run.json").exists()
+    """Returns whether a folder holds a run. A record alone is that of a trial that failed before its run began."""
+    return (folder / "run.json").exists() and (folder / "config.yaml").exists()
 
 
 def write_record(file: Storage, text: str) -> None:

@@ -22,13 +22,15 @@ from ray.autoscaler.sdk import request_resources
 from ray.tune.experiment import Trial
 
 from rlx.config.errors import ConfigError
+from rlx.config.sections.base import flatten
 from rlx.config.sweep import DEFAULT_METRIC, PROGRESS
 from rlx.runs import run_folder
 from rlx.storage.filesystem import Storage
 from rlx.sweeps.records import SweepPlan, TrialRecords, TrialState, resuming
 from rlx.sweeps.schedulers.schedule import Schedule
-from rlx.sweeps.trainable import newest_attempt
+from rlx.sweeps.trainable import Attempt, newest_attempt, tags_of
 from rlx.tracking.base import RunStatus, TrackingService
+from rlx.tracking.parameters import params_of
 from rlx.tracking.tracker import OutboxTracker
 
 _LOG = logging.getLogger("rlx")
@@ -94,7 +96,7 @@ class SweepCallback(tune.Callback):
 
     def __init__(self, plan: SweepPlan, log: TrialLog, driver: DriverState) -> None:
         self.statuses: dict[str, RunStatus] = {}  # by trial, the status with which its MLflow run is to end
-        self.steps, self.log, self.driver = plan.config.train.steps, log, driver
+        self.plan, self.steps, self.log, self.driver = plan, plan.config.train.steps, log, driver
         self.resuming = resuming(plan)
 
     def setup(self, **info: Any) -> None:
@@ -135,7 +137,7 @@ class SweepCallback(tune.Callback):
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         self.statuses[str(trial)] = RunStatus.FAILED
         self.log.end_trial(trial, TrialState.FAILED, message := _error_message(trial))
-        self.log.end_mlflow_run(trial, RunStatus.FAILED, message)
+        self.log.fail_mlflow_run(trial, self.plan, message)
         self._show(trial, trial.last_result, TrialState.FAILED)
 
     def on_experiment_end(self, trials: list[Trial], **info: Any) -> None:
@@ -217,13 +219,28 @@ class TrialLog:
                 self._later(trial, "sweep", lambda log: log.set_tags({"rlx.stopped": str(trial.last_result["step"])}))
             self.records.write(str(trial), record.model_copy(update={"state": state, "message": message}))
 
-    def end_mlflow_run(self, trial: Trial, status: RunStatus, error: str = "") -> None:
-        """Ends the MLflow run of a trial's newest run, and sends what the trial's process has not sent.
+    def end_mlflow_run(self, trial: Trial, status: RunStatus) -> None:
+        """Ends the MLflow run of a trial's newest run, and sends what the trial's process has not sent."""
+        self._later(trial, "driver", lambda log: log.end(status))
 
-        Args:
-            error: why the trial failed; empty if it did not, or if that is recorded.
-        """
-        self._later(trial, "driver", lambda log: log.end(status, error))
+    def fail_mlflow_run(self, trial: Trial, plan: SweepPlan, error: str) -> None:
+        """Ends the MLflow run of a trial that failed; opens one first if its run has not begun, so that its settings
+        and the error are known there, too."""
+        attempt, settings = Attempt(str(trial), str(trial)), dict(trial.config)
+
+        def fail(log: OutboxTracker) -> None:
+            if not run_folder.holds_run(log.folder):
+                name = f"{plan.name}.{attempt.name}"
+                log.open(
+                    plan.config.tracking.experiment,
+                    name,
+                    params=params_of({**flatten(plan.config), **settings, "name": name}),
+                    tags={"rlx.kind": "run", "rlx.folder": log.folder.path, **tags_of(plan.name, attempt)},
+                    parent=self.folder,
+                )
+            log.end(RunStatus.FAILED, error)
+
+        self._later(trial, "driver", fail, begun=False)
 
     def end_sweep(self, status: RunStatus) -> None:
         """Ends the MLflow run of the sweep."""
@@ -233,22 +250,24 @@ class TrialLog:
         """Waits until everything is written or sent."""
         self._thread.submit(self.records.flush).result()
 
-    def _later(self, trial: Trial, writer: str, what: Callable[[OutboxTracker], None]) -> None:
-        name = str(trial)
-        self._thread.submit(lambda: self._write(self.of_trials, self._newest_run(name), writer, what))
+    def _later(self, trial: Trial, writer: str, what: Callable[[OutboxTracker], None], *, begun: bool = True) -> None:
+        self._thread.submit(self._write_run, str(trial), writer, what, begun)
 
-    def _newest_run(self, name: str) -> Storage:
-        return self.folder / "runs" / newest_attempt(self.folder, name)
+    @_harmless
+    def _write_run(self, name: str, writer: str, what: Callable[[OutboxTracker], None], begun: bool) -> None:
+        """Writes to a trial's newest run; if `begun`, only to one that has begun."""
+        run = self.folder / "runs" / newest_attempt(self.folder, name)
+        if not begun or run_folder.holds_run(run):
+            self._write(self.of_trials, run, writer, what)
 
     @_harmless
     def _write(
         self, tracking: Sequence[TrackingService], run: Storage, writer: str, what: Callable[[OutboxTracker], None]
     ) -> None:
-        if run_folder.holds_run(run):
-            tracker = OutboxTracker(tracking, run, writer)
-            what(tracker)
-            left = tracker.close(self._patience_s)
-            self._patience_s = 0.0 if left else _PATIENCE_S  # where a service does not answer, one waits for all
+        tracker = OutboxTracker(tracking, run, writer)
+        what(tracker)
+        left = tracker.close(self._patience_s)
+        self._patience_s = 0.0 if left else _PATIENCE_S  # where a service does not answer, one waits for all
 
 
 def _confirm_interrupts() -> None:

@@ -258,7 +258,7 @@ def run_trial(
     folder = runs / attempt.name
     if message := failure_of(folder):
         raise RunError(message)
-    parent = Parent(sweep if attempt.is_first else runs / attempt.trial, _tags(plan.name, attempt), shared.signer)
+    parent = Parent(sweep if attempt.is_first else runs / attempt.trial, tags_of(plan.name, attempt), shared.signer)
     try:
         prepared = _prepared(plan, settings, attempt, shared)
         launch.run(
@@ -349,7 +349,7 @@ def _start_from_other(plan: SweepPlan, name: str, start: str) -> dict[str, Any]:
     return dict(zip(_START, (address, "all"), strict=True))
 
 
-def _tags(sweep: str, attempt: Attempt) -> dict[str, str]:
+def tags_of(sweep: str, attempt: Attempt) -> dict[str, str]:
     """Returns the tags by which a trial's runs are found in MLflow."""
     tags = {"rlx.sweep": sweep, "rlx.trial": attempt.trial}
     if not attempt.is_first:

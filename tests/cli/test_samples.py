@@ -21,7 +21,8 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(sys, "argv", ["rlx"])
     for name in ("one", "two", "none"):
         run = open_storage(str(tmp_path)) / "runs" / name
-        (run / "run.json").write_text("{}")
+        for file in ("run.json", "config.yaml"):
+            (run / file).write_text("{}")
         if name == "none":
             continue
         writer = CompletionWriter(run, Keeping(1.0, 0, 0, 1), Letters(), pytest.fail)

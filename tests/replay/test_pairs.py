@@ -205,8 +205,9 @@ def test_each_trial_is_compared_with_the_control(tmp_path: Path) -> None:
     for name, right in (("trial_00000", [True, True]), ("trial_00001", [False, True])):
         evaluated(runs / name, 12, right)
         evaluated(runs / name, 11, [True, True])  # before the last step
-        (runs / name / "run.json").write_text("{}")
-    (runs / "trial_00002" / "run.json").write_text("{}")  # it failed before it was evaluated
+    for name in ("trial_00000", "trial_00001", "trial_00002"):  # the last one failed before it was evaluated
+        for file in ("run.json", "config.yaml"):
+            (runs / name / file).write_text("{}")
     (runs / "notes" / "mine").write_text("")  # no run
     first, second, third = branched_sweep.trials_text(runs, control, branch).split("\n\ntrial_")
     assert first.startswith("trial_00000 beside the control\n\n") and "+0.5 ± 6.4" in first

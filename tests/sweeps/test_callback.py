@@ -15,6 +15,7 @@ from ray.tune.experiment import Trial
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections.records import BackendName
+from rlx.runs.run_folder import holds_run
 from rlx.storage.filesystem import Storage
 from rlx.sweeps import callback
 from rlx.sweeps.callback import DriverState, SweepCallback, TrialLog
@@ -35,11 +36,13 @@ class Service:
     tags: dict[str, dict[str, str]] = field(default_factory=dict)
     ends: dict[str, list[RunStatus]] = field(default_factory=dict)
     run: str = ""
+    opened: dict[str, dict[str, Any]] = field(default_factory=dict)
     name: BackendName = "mlflow"
     reach = Reach.ANYWHERE
     title = address = "a service"
 
     def make_run(self, key: str, experiment: str, name: str, **more: Any) -> str:
+        self.opened[name] = more
         return name
 
     def reopen_run(self, run_id: str, at: int) -> bool:
@@ -83,7 +86,7 @@ class Sweep:
 
     def open_run(self, folder: Storage, name: str) -> None:
         """As its own process does."""
-        (folder / "run.json").write_text("{}") if folder.path != self.folder.path else None
+        (folder / "config.yaml").write_text("{}") if folder.path != self.folder.path else None
         tracker = OutboxTracker([self.service], folder, "rank_0")  # type: ignore[list-item]
         tracker.open("rlx", name, params={}, tags={})
         tracker.close(5)
@@ -288,12 +291,22 @@ def test_the_newest_run_of_a_trial_is_the_one_that_ends(sweep: Sweep) -> None:
     assert sweep.service.ends == {"trial_00000.2": [RunStatus.FAILED]}
 
 
-def test_a_trial_whose_process_never_made_a_run_ends_none(sweep: Sweep) -> None:
-    (sweep.folder / "runs" / "trial_00001" / "run.json").delete()
+def test_a_trial_that_fails_before_its_run_begins_is_recorded_with_its_settings(sweep: Sweep) -> None:
+    run = sweep.folder / "runs" / "trial_00001"
+    for name in ("run.json", "config.yaml"):
+        (run / name).delete()
     sweep.start(1)
-    sweep.fail(1)
+    sweep.fail(1, "Traceback\nrlx.config.errors.ConfigError: it must be a multiple")
     sweep.log.flush()
-    assert sweep.service.ends == {}
+    assert sweep.service.ends == {"s.trial_00001": [RunStatus.FAILED]}
+    assert sweep.service.tags["s.trial_00001"]["rlx.error"] == "it must be a multiple"
+    opened = sweep.service.opened["s.trial_00001"]
+    assert (opened["params"]["train.actor_lr"], opened["params"]["train.steps"]) == ("0.001", str(STEPS))
+    assert (opened["tags"]["rlx.trial"], opened["parent"]) == ("trial_00001", "s")
+    assert not holds_run(run)  # so that --restart-errored begins it
+    sweep.service.opened.clear()
+    sweep.open_run(run, "trial_00001")
+    assert holds_run(run) and not sweep.service.opened  # with the same MLflow run
 
 
 @pytest.mark.parametrize("fails", ["watch", "records"])

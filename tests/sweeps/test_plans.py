@@ -115,7 +115,8 @@ def test_failed_trials_are_open_again_and_no_others(
     records.flush()
     run = folder / "runs" / "trial_00001"
     if has_run:
-        (run / "run.json").write_text("{}")
+        for file in ("run.json", "config.yaml"):
+            (run / file).write_text("{}")
         (run / trainable._FAILURE).write_text("out of memory")
     plan = plans.saved_sweep(storage, "s")
     assert plans.restart_failed(plan, storage, from_scratch=from_scratch) == ["trial_00001"]
