@@ -8,11 +8,12 @@ Tried and left: to mark the lines that hold all at once (alpha shared by the set
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from rlx.analysis.style import as_text, settings_label
 from rlx.sweeps.plans import schedule_of
-from rlx.sweeps.records import SweepPlan, TrialRecord, number_of, trial_name
+from rlx.sweeps.records import SweepPlan, TrialRecord, TrialState, number_of, place_of, trial_name, trial_number
 from rlx.sweeps.schedulers.race import Race, Standing
 
 
@@ -33,7 +34,11 @@ def race_lines(plan: SweepPlan, records: Mapping[str, TrialRecord]) -> list[str]
     if out:
         share = f"at most {100 * plan.alpha:.3g} % of races"
         behind.append(f"the best setting of a rung is out in {share}; a single line is less sure than that")
-    return [*_left(race, labels), *behind, *(f"{labels[i]}: out, a trial of it ended early" for i in lost)]
+    return [
+        *_left(race, labels, _failures(plan, records)),
+        *behind,
+        *(f"{labels[i]}: out, a trial of it ended early" for i in lost),
+    ]
 
 
 def _last_first(each: tuple[int, Standing]) -> tuple[int, int, float]:
@@ -41,19 +46,32 @@ def _last_first(each: tuple[int, Standing]) -> tuple[int, int, float]:
     return -standing.look.seeds, -standing.look.step, standing.deficit.value
 
 
-def _left(race: Race, labels: list[str]) -> list[str]:
-    """Names the settings that are left, best first."""
+def _failures(plan: SweepPlan, records: Mapping[str, TrialRecord]) -> Counter[int]:
+    """How many trials of each setting failed."""
+    failed = [trial_number(name) for name, record in records.items() if record.state is TrialState.FAILED]
+    return Counter(place_of(number, plan.trials, plan.seeds)[0] for number in failed)
+
+
+def _left(race: Race, labels: list[str], failures: Counter[int]) -> list[str]:
+    """Names the settings that are left, best first, and how many of their trials failed since they were compared."""
     live = [setting for setting in race.live if setting in race.standings]
+    since = "".join(
+        f"; {labels[setting]} has lost {count} trial{'s' * (count > 1)} since"
+        for setting in race.live
+        if (count := failures[setting])
+    )
+    if not live and len(race.live) > 1:
+        return ["no setting could be compared: every one lost a trial before its first comparison"]
     if not live:
-        return [f"{labels[setting]} is left, the only one that could be compared" for setting in race.live]
+        return [f"{labels[setting]} is left, the only one that could be compared{since}" for setting in race.live]
     live.sort(key=lambda setting: race.standings[setting].deficit.value)
     best = race.standings[live[0]]
     if len(live) == 1:
-        return [
-            f"{labels[live[0]]} wins with {as_text(best.mean)} at step {best.look.step}, where it was compared last"
-        ]
+        verb = "is left" if since else "wins"
+        where = f"at step {best.look.step}, where it was compared last"
+        return [f"{labels[live[0]]} {verb} with {as_text(best.mean)} {where}{since}"]
     named = f"{', '.join(labels[setting] for setting in live[:-1])} and {labels[live[-1]]}"
-    return [f"{named} tied: after {best.look.seeds} seeds none is shown to be behind"]
+    return [f"{named} tied: after {best.look.seeds} seeds none is shown to be behind{since}"]
 
 
 def _behind(labels: list[str], setting: int, standing: Standing) -> str:

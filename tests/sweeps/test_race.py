@@ -317,3 +317,38 @@ def test_the_result_is_said_in_sentences() -> None:
             lines[-1]
             == "the best setting of a rung is out in at most 5 % of races; a single line is less sure than that"
         )
+
+
+RACE = SweepPlan("s", {"train": {"steps": STEPS}, "eval": {"every": 2}}, "x.py", trials=3, seeds=3, scheduler="race")
+
+
+def with_failures(values: Curves, failed: Mapping[int, int]) -> list[str]:
+    """What is said of a race one of whose trials, by number, failed after so many steps."""
+    states = {number: TrialState.FAILED if number in failed else TrialState.FINISHED for number in range(9)}
+    records = {
+        trial_name(number): TrialRecord(
+            settings=SETTINGS[number // 3],
+            state=state,
+            reports=[(step, values[number][step]) for step in range(2, failed.get(number, STEPS) + 1, 2)],
+        )
+        for number, state in states.items()
+    }
+    return race_lines(RACE, records)
+
+
+def test_settings_that_all_lost_a_trial_are_not_called_the_only_one() -> None:
+    lines = with_failures(curves([0.3, 0.31, 0.5], 3, schedule()), {0: 0, 4: 0, 8: 0})
+    assert lines == ["no setting could be compared: every one lost a trial before its first comparison"]
+
+
+def test_a_setting_whose_trials_failed_since_it_was_compared_does_not_win() -> None:
+    lines = with_failures(curves([0.3, 0.31, 0.5], 3, schedule()), {6: 2, 7: 2, 8: 2})
+    assert lines[0] == (
+        "ppo_epochs 3 is left with 0.52 at step 2, where it was compared last; ppo_epochs 3 has lost 3 trials since"
+    )
+    tied = with_failures(curves([0.5, 0.3, 0.5001], 3, schedule()), {0: 2, 6: 2})
+    assert tied[0].endswith(
+        "none is shown to be behind; ppo_epochs 1 has lost 1 trial since; ppo_epochs 3 has lost 1 trial since"
+    )
+    lost = with_failures(curves([0.5, 0.5, 0.5], 3, schedule()), {0: 0, 3: 0, 8: 4})
+    assert lost[0] == "ppo_epochs 3 is left, the only one that could be compared; ppo_epochs 3 has lost 1 trial since"
