@@ -71,9 +71,6 @@ def run_sweep(plan: SweepPlan, storage: Storage, *, resume: bool = False, watch:
         with _environment(_LOGGERS_OFF, "1"):  # nobody would read their files, and they cost 6 ms a report
             made.fit()
         results = _results(plan, folder, made.driver.interrupted)
-        if lines := race_lines(plan, results):
-            with record_of(plan, folder) as record:
-                record.log_text(RACE_FILE, "\n".join(lines))
         send_pending(plan.tracking, folder)
         return results
     except BaseException as error:  # otherwise Tune's callback has ended the MLflow run
@@ -99,9 +96,22 @@ def _results(plan: SweepPlan, folder: Storage, interrupted: bool) -> dict[str, T
     if interrupted:
         raise KeyboardInterrupt  # Tune takes the signal, ends its trials and returns normally
     results = TrialRecords(folder).all()
-    if len(results) < total_trials(plan) or not all(record.is_over for record in results.values()):
+    if not _is_whole(plan, results):
         raise KeyboardInterrupt  # the signal came while no trial ran, so that no callback noticed it
     return results
+
+
+def _is_whole(plan: SweepPlan, results: Mapping[str, TrialRecord]) -> bool:
+    """Whether all trials of a sweep have ended."""
+    return len(results) >= total_trials(plan) and all(record.is_over for record in results.values())
+
+
+def _keep_race(plan: SweepPlan, folder: Storage) -> None:
+    """Keeps the lines of a race with the sweep's record, once all trials have ended."""
+    results = TrialRecords(folder).all() if plan.scheduler == "race" else {}
+    if results and _is_whole(plan, results):
+        with record_of(plan, folder) as record:
+            record.log_text(RACE_FILE, "\n".join(race_lines(plan, results)))
 
 
 def send_pending(services: Sequence[TrackingService], folder: Storage) -> None:
@@ -121,14 +131,15 @@ class SweepTuner(tune.Tuner):
 
     Args:
         plan: of the sweep.
+        folder: of the sweep.
         driver: of its callback.
         options: as Ray's Tuner takes them.
     """
 
-    def __init__(self, plan: SweepPlan, trainable: Any, driver: DriverState, **options: Any) -> None:
+    def __init__(self, plan: SweepPlan, folder: Storage, trainable: Any, driver: DriverState, **options: Any) -> None:
         super().__init__(trainable, **options)
         self.driver = driver
-        self._plan, self._is_used = plan, False
+        self._plan, self._folder, self._is_used = plan, folder, False
         self.quiet = True  # `fit` prints nothing; rlx.tuner makes Tuners that show what trials do
         self._held = ExitStack()
 
@@ -151,7 +162,10 @@ class SweepTuner(tune.Tuner):
             if not self.quiet:
                 progress = SweepProgress(self._plan.config.train.steps, self._plan.metric)
                 self.driver.watch = shown.enter_context(progress).update
-            return super().fit()
+            grid = super().fit()
+            if not self.driver.interrupted:
+                _keep_race(self._plan, self._folder)
+            return grid
 
 
 def make_tuner(plan: SweepPlan, storage: Storage) -> SweepTuner:
@@ -171,6 +185,7 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> SweepTuner:
     driver = DriverState(shared.mailbox, room)
     return SweepTuner(
         plan,
+        folder,
         trainable(plan, storage, shared, most_at_once(plan)),
         driver,
         tune_config=tune.TuneConfig(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -10,14 +11,17 @@ from typing import Any
 import pytest
 from ray import tune
 
+from rlx.analysis.loading import RACE_FILE
 from rlx.config.errors import ConfigError
 from rlx.config.sweep import OF_THE_MACHINE
 from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import SIGNATURE, Signer
 from rlx.sweeps import plans, trainable, tuner
 from rlx.sweeps.callback import DriverState
-from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState, find_sweep
+from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState, find_sweep, trial_name
 from rlx.sweeps.tuner import SweepTuner
+from rlx.tracking import outbox
+from rlx.tracking.services import mlflow
 
 SPACE = "SPACE = {}\n"
 TREE: dict[str, Any] = {"train": {"steps": 3}, "data": {"source": "/gone/sums.jsonl"}, "model": {"path": "org/model"}}
@@ -133,10 +137,14 @@ def test_failed_trials_are_open_again_and_no_others(
 PENDING = "TUNE_MAX_PENDING_TRIALS_PG"
 
 
-def made_tuner(tmp_path: Path, **options: Any) -> SweepTuner:
+def made_tuner(tmp_path: Path, tree: dict[str, Any] = TREE, **options: Any) -> SweepTuner:
     run_config = tune.RunConfig(name="tune", storage_path=str(tmp_path))
     return SweepTuner(
-        SweepPlan("s", TREE, "space.py", **options), lambda config: None, DriverState(), run_config=run_config
+        SweepPlan("s", tree, "space.py", **options),
+        Storage.local(tmp_path) / "sweeps" / "s",
+        lambda config: None,
+        DriverState(),
+        run_config=run_config,
     )
 
 
@@ -176,6 +184,25 @@ def test_a_tuner_runs_once_and_gives_its_claim_back_also_after_an_error(
         made.fit()
     assert str(raised.value) == "a Tuner runs once: rlx.resume_tuner('s') makes one for what is left of the sweep"
     assert given_back == ["runs", "given back"]
+
+
+def test_a_race_is_kept_by_its_tuner_once_all_trials_have_ended(
+    tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(empty_database, tmp_path)
+    monkeypatch.setattr(tune.Tuner, "fit", lambda self: None)
+    uri, tree = mlflow.default_uri(tmp_path), TREE | {"storage": str(tmp_path)}
+    for state in (TrialState.OPEN, TrialState.FINISHED):
+        made = made_tuner(tmp_path, tree, trials=2, seeds=2, scheduler="race")
+        plans.reopen_record(made._plan, made._folder)
+        records = TrialRecords(made._folder)
+        for number in range(4):
+            records.write(trial_name(number), TrialRecord(settings={"seed": number}, state=state, reports=[(3, 0.5)]))
+        records.flush()
+        made.fit()
+        run = str(outbox.run_id(made._folder))
+        assert mlflow.artifact_names(uri, run) == ([RACE_FILE] if state is TrialState.FINISHED else [])
+    assert "tied: after 2 seeds none is shown to be behind" in mlflow.read_artifact(uri, run, RACE_FILE)
 
 
 def test_failures_are_one_line_each() -> None:
