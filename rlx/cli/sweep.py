@@ -173,8 +173,10 @@ def refuse_options(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     of_new = {"config", "interleave", *_OF_THE_PLAN} & args.noted
     if args.resume is not None and (set(given) - set(OF_THE_MACHINE) or of_new):
         allowed = ", ".join(f"--{key.replace('_', '-')}" for key in OF_THE_MACHINE)
+        more = "; it keeps its number of trials: a new sweep with another --seed tries other settings"
         raise ConfigError(
-            f"--resume uses the sweep's own settings: only {allowed}, --trust and --restart-errored go with it"
+            f"--resume uses the sweep's own settings: only {allowed}, --trust, --restart-errored and --from-scratch go "
+            f"with it{more if 'trials' in of_new else ''}"
         )
     for option in ("trials", "seeds", "max_seeds", "max_concurrent", "interleave"):
         if (value := getattr(args, option)) is not None and value < 1:

@@ -225,6 +225,13 @@ def test_a_resume_refuses_an_option_of_the_plan_with_any_value(words: str) -> No
     sweep.refuse_options(*sweep_options("--resume", "s", "--storage", "elsewhere", "--trust"))
 
 
+def test_a_resume_with_more_trials_is_told_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"--from-scratch go with it; .* a new sweep with another --seed tries other"):
+        sweep.refuse_options(*sweep_options("--resume", "s", "--trials", "8"))
+    with pytest.raises(ConfigError, match=r"--restart-errored and --from-scratch go with it$"):
+        sweep.refuse_options(*sweep_options("--resume", "s", "--seeds", "8"))
+
+
 @pytest.mark.parametrize("words", [["--resume", ""], ["--from="], ["--config", ""]])
 def test_an_option_with_nothing_in_it_begins_no_new_run(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=rf"^{words[0].strip('=')}: expected a value, found an empty one$"):
