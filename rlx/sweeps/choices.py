@@ -84,6 +84,10 @@ def refuse_choices(plan: SweepPlan) -> None:
     if plan.scheduler == "pbt" and (plan.search != "random" or plan.seeds > 1):
         raise ConfigError("--scheduler pbt changes settings by itself: leave --search and --seeds out")
     _check_race(plan)
+    if plan.scheduler in PAUSING and plan.search not in ("random", "grid"):
+        raise ConfigError(
+            f"--scheduler {plan.scheduler} starts all settings at once: --search {plan.search} could learn nothing"
+        )
     _check_rungs(plan)
     if plan.budget:
         Amount.of(plan.budget)
@@ -104,8 +108,6 @@ def _check_race(plan: SweepPlan) -> None:
         raise ConfigError(f"--max-seeds {plan.max_seeds}: not below --seeds {plan.seeds}")
     elif not 0 < plan.alpha < 0.5:
         raise ConfigError(f"--alpha {plan.alpha}: a chance between 0 and 0.5")
-    elif plan.search not in ("random", "grid"):
-        raise ConfigError(f"--scheduler race starts all settings at once: --search {plan.search} could learn nothing")
 
 
 def _check_rungs(plan: SweepPlan) -> None:

@@ -34,6 +34,7 @@ FILES = {
         ({"scheduler": "race", "seeds": 3, "max_seeds": 2}, "--max-seeds 2: not below --seeds 3"),
         ({"scheduler": "race", "seeds": 3, "alpha": 0.7}, "--alpha 0.7: a chance between 0 and 0.5"),
         ({"scheduler": "race", "seeds": 3, "search": "optuna"}, "--scheduler race starts all settings at once"),
+        ({"scheduler": "hyperband", "search": "optuna"}, "--scheduler hyperband starts all settings at once: --search"),
         ({"scheduler": "race", "seeds": 3, "max_concurrent": 2}, "--max-concurrent: --scheduler race pauses"),
         ({"scheduler": "asha", "seeds": 3, "max_seeds": 4}, "--max-seeds 4: it is for --scheduler race"),
         ({"alpha": 0.1}, "--alpha 0.1: it is for --scheduler race"),
