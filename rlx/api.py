@@ -213,13 +213,12 @@ def tuner(
     Raises:
         ConfigError: an argument is wrong or does not go with the others, the name is taken, or no trial has room.
     """
-    from rlx.cluster import connection
     from rlx.runs import preflight
     from rlx.storage import claims
     from rlx.storage.addresses import local_folder, open_storage
     from rlx.sweeps.choices import check_quickly
     from rlx.sweeps.plans import check_sweep, create_sweep
-    from rlx.sweeps.records import refuse_existing
+    from rlx.sweeps.records import ending_record, refuse_existing
     from rlx.sweeps.space import space_file
     from rlx.sweeps.tuner import make_tuner
 
@@ -234,9 +233,9 @@ def tuner(
         with space_file(space, claim.folder.name, local_folder(config.storage) / "search_spaces") as file:
             check_quickly(plan := _plan(claim.folder.name, tree, file, options))
             plan = check_sweep(plan)
-            prepared = preflight.prepare(plan.config)
-            connection.connect(prepared.config, prepared.resources)
+            _connect(plan)
             create_sweep(plan, storage)
+        stack.enter_context(ending_record(plan, claim.folder))
         made = make_tuner(plan, storage)
         made.hold(stack.pop_all())
         made.quiet = quiet
@@ -267,8 +266,6 @@ def resume_tuner(
         ConfigError: no such sweep, one that is finished, a setting that a resume cannot change, or a sweep of another
             person.
     """
-    from rlx.cluster import connection
-    from rlx.runs import preflight
     from rlx.storage import claims
     from rlx.storage.addresses import open_storage
     from rlx.sweeps import plans, records
@@ -286,13 +283,22 @@ def resume_tuner(
             raise ConfigError(f"sweep {plan.name!r} is finished: no trial is left to run; {of_all}")
         if ended:
             _LOG.warning("%d trials have ended before, and will not be in the ResultGrid: %s", ended, of_all)
-        prepared = preflight.prepare(plan.config)
-        connection.connect(prepared.config, prepared.resources)
-        plans.reopen_record(plan, folder)
+        _connect(plan)
+        records.reopen_record(plan, folder)
+        stack.enter_context(records.ending_record(plan, folder))
         made = make_tuner(plan, place)
         made.hold(stack.pop_all())
         made.quiet = quiet
     return made
+
+
+def _connect(plan: SweepPlan) -> None:
+    """Joins or starts the cluster of a sweep, once the settings of its trials are checked."""
+    from rlx.cluster import connection
+    from rlx.runs import preflight
+
+    prepared = preflight.prepare(plan.config)
+    connection.connect(prepared.config, prepared.resources)
 
 
 _AS_RAY_SAYS = {

@@ -11,8 +11,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -51,18 +50,17 @@ from rlx.sweeps.records import (
     TrialState,
     find_sweep,
     read_plan,
+    record_of,
     refuse_existing,
 )
-from rlx.sweeps.room import concurrency, total_trials
+from rlx.sweeps.room import concurrency, most_at_once, total_trials
 from rlx.sweeps.schedulers.schedule import Schedule
 from rlx.sweeps.space import Space, check_resources, complete_settings, load_space, values_of
 from rlx.sweeps.trainable import attempt_number, forgive, newest_attempt
 from rlx.tracking.base import MetricPoint
 from rlx.tracking.services import mlflow
-from rlx.tracking.tracker import OutboxTracker
 
 _SPACE_FILE = "space.py"
-_PATIENCE_S = 10.0  # longest wait for the tracking service
 _SIZES = ("train.prompts_per_step", "train.samples_per_prompt", "rollout.max_tokens")
 """settings whose product is the most tokens of a step"""
 _ROUNDS = ("algorithm.advantage", "algorithm.filter_groups", "algorithm.filter_rounds")  # of answers in a step
@@ -261,11 +259,14 @@ def schedule_of(plan: SweepPlan, space: Space, known: Mapping[str, TrialRecord] 
 def create_sweep(plan: SweepPlan, storage: Storage) -> None:
     """Records a new sweep, as `check_sweep` has returned it, in its folder and in MLflow.
 
+    The cluster must be connected.
+
     Raises:
-        ConfigError: its name is taken, or MLflow does not answer.
+        ConfigError: its name is taken, its trials cannot run at once as its scheduler needs, or MLflow does not answer.
     """
     folder = storage / "sweeps" / plan.name
     refuse_existing(folder)
+    most_at_once(plan)  # refused here, it leaves no sweep
     space = load_space(plan.space, plan.tree)
     tell_unscheduled(plan, space)
     for service in plan.tracking:
@@ -348,12 +349,6 @@ def continued_sweep(storage: Storage, name: str, today: Mapping[str, Any], *, tr
     return now
 
 
-def reopen_record(plan: SweepPlan, folder: Storage) -> None:
-    """Says in the tracking services that a sweep goes on."""
-    with record_of(plan, folder) as record:
-        record.open(plan.config.tracking.experiment, plan.name, params={}, tags={})
-
-
 def _with_its_defaults(plan: SweepPlan) -> SweepPlan:
     """Returns a saved sweep whose further trials have the defaults that its first ones had."""
     return replace(plan, tree=over_experiment(plan.tree), defaults=DEFAULTS) if plan.defaults < DEFAULTS else plan
@@ -388,13 +383,3 @@ def restart_failed(plan: SweepPlan, storage: Storage, *, from_scratch: bool = Fa
             records.write(name, record.model_copy(update={"state": TrialState.OPEN, "message": ""}))
     records.flush()
     return list(failed)
-
-
-@contextmanager
-def record_of(plan: SweepPlan, folder: Storage) -> Iterator[OutboxTracker]:
-    """Gives the tracker of the sweep's own MLflow run, and waits until it has sent everything."""
-    tracker = OutboxTracker(plan.tracking, folder, "driver")
-    try:
-        yield tracker
-    finally:
-        tracker.close(_PATIENCE_S)

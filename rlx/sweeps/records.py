@@ -1,4 +1,4 @@
-"""What a sweep keeps in its folder: its plan, one record per trial, and what its scheduler was told.
+"""What a sweep keeps in its folder: its plan, one record per trial, what its scheduler was told; and its MLflow run.
 
 A resume reads nothing else. Left out: the runs of the trials, which have folders of their own.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, partial
@@ -33,10 +34,12 @@ from rlx.config.sweep import (
 )
 from rlx.runs import preflight
 from rlx.storage.filesystem import Storage, retry
-from rlx.tracking.base import TrackingService
+from rlx.tracking.base import RunStatus, TrackingService
+from rlx.tracking.tracker import OutboxTracker
 
 PLAN_FILE = "sweep.json"
 TOLD_FILE = "told.jsonl"
+_PATIENCE_S = 10.0  # longest wait for the tracking service
 DEFAULTS = 2
 """the defaults of this rlx; 1: those of before it had a default experiment, which every model got"""
 
@@ -127,6 +130,33 @@ def refuse_existing(folder: Storage) -> None:
     """Raises ConfigError if the folder holds a sweep already."""
     if (folder / PLAN_FILE).exists():
         raise ConfigError(f"sweep {folder.name!r} exists in {folder.path}: --resume {folder.name} continues it")
+
+
+@contextmanager
+def record_of(plan: SweepPlan, folder: Storage) -> Iterator[OutboxTracker]:
+    """Gives the tracker of the sweep's own MLflow run, and waits until it has sent everything."""
+    tracker = OutboxTracker(plan.tracking, folder, "driver")
+    try:
+        yield tracker
+    finally:
+        tracker.close(_PATIENCE_S)
+
+
+def reopen_record(plan: SweepPlan, folder: Storage) -> None:
+    """Says in the tracking services that a sweep goes on."""
+    with record_of(plan, folder) as record:
+        record.open(plan.config.tracking.experiment, plan.name, params={}, tags={})
+
+
+@contextmanager
+def ending_record(plan: SweepPlan, folder: Storage) -> Iterator[None]:
+    """Ends the sweep's MLflow run if the block does not come to its end."""
+    try:
+        yield
+    except BaseException as error:
+        with record_of(plan, folder) as record:
+            record.end(RunStatus.KILLED if isinstance(error, KeyboardInterrupt) else RunStatus.FAILED)
+        raise
 
 
 class TrialRecord(BaseModel):

@@ -43,8 +43,7 @@ def most_at_once(plan: SweepPlan) -> int | None:
     Raises:
         ConfigError: the placement strategy does not allow that.
     """
-    count = concurrency(plan, cluster_nodes())
-    if plan.scheduler not in PAUSING or count >= total_trials(plan):
+    if plan.scheduler not in PAUSING or (count := concurrency(plan, cluster_nodes())) >= total_trials(plan):
         return None
     if plan.resources.strategy.startswith("STRICT"):
         raise ConfigError(

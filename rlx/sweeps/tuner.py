@@ -30,8 +30,17 @@ from rlx.storage.signatures import Signer
 from rlx.sweeps import searchers
 from rlx.sweeps.callback import DriverState, SweepCallback, TrialLog, Watch
 from rlx.sweeps.choices import PAUSING
-from rlx.sweeps.plans import record_of, reopen_record, schedule_of
-from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState, resuming
+from rlx.sweeps.plans import schedule_of
+from rlx.sweeps.records import (
+    SweepPlan,
+    TrialRecord,
+    TrialRecords,
+    TrialState,
+    ending_record,
+    record_of,
+    reopen_record,
+    resuming,
+)
 from rlx.sweeps.room import NeededModel, Room, most_at_once, total_trials
 from rlx.sweeps.schedulers.by_name import SCHEDULERS
 from rlx.sweeps.schedulers.race import Race
@@ -40,7 +49,7 @@ from rlx.sweeps.space import Space, load_space, may_have, values_of
 from rlx.sweeps.trainable import SharedInputs, attempt_number, newest_attempt, trainable
 from rlx.sweeps.trial_source import TrialOptions, TrialSource
 from rlx.sweeps.verdict import race_lines
-from rlx.tracking.base import RunStatus, TrackingService
+from rlx.tracking.base import TrackingService
 from rlx.tracking.console import SweepProgress
 
 _LOG = logging.getLogger("rlx")
@@ -65,18 +74,14 @@ def run_sweep(plan: SweepPlan, storage: Storage, *, resume: bool = False, watch:
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # `failures` says why trials failed
     if resume:
         reopen_record(plan, folder)
-    try:
+    with ending_record(plan, folder):  # if the trials end, Tune's callback has done it
         made = make_tuner(plan, storage)
         made.driver.watch = watch
         with _environment(_LOGGERS_OFF, "1"):  # nobody would read their files, and they cost 6 ms a report
             made.fit()
         results = _results(plan, folder, made.driver.interrupted)
         send_pending(plan.tracking, folder)
-        return results
-    except BaseException as error:  # otherwise Tune's callback has ended the MLflow run
-        with record_of(plan, folder) as record:
-            record.end(RunStatus.KILLED if isinstance(error, KeyboardInterrupt) else RunStatus.FAILED)
-        raise
+    return results
 
 
 @contextmanager

@@ -137,6 +137,16 @@ def created(plan: SweepPlan, storage: Storage) -> SweepPlan:
     return plan
 
 
+def test_what_the_cluster_refuses_leaves_no_sweep(ray_cluster: None, tmp_path: Path) -> None:
+    storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.actor_lr': tune.uniform(0, 1)}")
+    tree = {"storage": str(tmp_path), "scaling": {"placement_strategy": "STRICT_PACK"}}
+    plan = SweepPlan("s", tree, space, scheduler="pbt", trials=40)
+    with pytest.raises(ConfigError, match=r"^--scheduler pbt with 40 trials, \d at once, needs scaling"):
+        created(plan, storage)
+    assert (storage / "sweeps" / "s").names() == []
+    created(replace(plan, scheduler="asha"), storage)  # the name is free
+
+
 def test_a_grid_within_a_random_search_is_counted_once(tmp_path: Path) -> None:
     text = "{'train.actor_lr': tune.loguniform(1e-6, 1e-4), 'algorithm.kl_coef': tune.grid_search([0, 0.01, 0.1])}"
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, text)
@@ -168,14 +178,18 @@ def test_a_sweep_of_before_goes_on_with_the_defaults_of_before(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("scheduler", "rungs"), [("asha", "[10, 20]"), ("race", "[10, 20]"), ("none", None)])
-def test_the_rungs_of_a_sweep_are_recorded_with_it(scheduler: Any, rungs: str | None, tmp_path: Path) -> None:
+def test_the_rungs_of_a_sweep_are_recorded_with_it(
+    scheduler: Any, rungs: str | None, ray_cluster: None, tmp_path: Path
+) -> None:
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
     created(SweepPlan("s", {"storage": str(tmp_path)}, space, scheduler=scheduler, seeds=2), storage)
     run = mlflow.client(mlflow.default_uri(tmp_path)).get_run(outbox.run_id(storage / "sweeps" / "s"))
     assert run.data.tags.get("rlx.rungs") == rungs
 
 
-def test_a_new_sweep_tells_once_of_what_can_have_no_schedule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_sweep_tells_once_of_what_can_have_no_schedule(
+    ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
     created(SweepPlan("s", {"storage": str(tmp_path)}, space, scheduler="pbt"), storage)
     plans.saved_sweep(storage, "s")
@@ -447,6 +461,26 @@ def test_whoever_knows_ray_alone_finds_what_they_expect(
     nothing_left(15)
     plan, storage = saved_sweep(place)
     assert status_of(plan, storage) == "FINISHED"
+
+
+@pytest.mark.parametrize("is_resume", [False, True])
+def test_a_sweep_that_cannot_begin_does_not_run_in_mlflow(
+    is_resume: bool, tiny_model: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_resume:
+        prepared(tiny_model, place, "{'train.actor_lr': tune.uniform(0, 1)}")
+    with monkeypatch.context() as patched, pytest.raises(ConfigError, match=r"^no room$"):
+        patched.setattr(tuner, "most_at_once", refuse)  # as the cluster does when a node has gone meanwhile
+        if is_resume:
+            rlx.resume_tuner("s", storage=str(place / "storage"))
+        else:
+            config = from_tree({"name": "s", **small_tree(tiny_model, place)})
+            rlx.tuner(config, space={"train.actor_lr": tune.uniform(0, 1)})
+    assert status_of(*saved_sweep(place)) == "FAILED"
+
+
+def refuse(plan: SweepPlan) -> int:
+    raise ConfigError("no room")
 
 
 def assert_checkpoints(result: tune.Result, run: Path) -> None:
