@@ -48,6 +48,7 @@ from rlx.sweeps.records import (
     TrialRecord,
     TrialRecords,
     TrialState,
+    end_dead_record,
     find_sweep,
     read_plan,
     record_of,
@@ -271,6 +272,7 @@ def create_sweep(plan: SweepPlan, storage: Storage) -> None:
     tell_unscheduled(plan, space)
     for service in plan.tracking:
         service.check(plan.config.tracking.experiment)
+    end_dead_record(plan, folder)
     _create_mlflow_run(plan, folder, space)
     content, code = asdict(plan), Path(plan.space).read_text()
     (folder / SIGNATURE).write_text(Signer.new().sign({"plan": content, "space": code}))

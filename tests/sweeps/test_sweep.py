@@ -147,6 +147,19 @@ def test_what_the_cluster_refuses_leaves_no_sweep(ray_cluster: None, tmp_path: P
     created(replace(plan, scheduler="asha"), storage)  # the name is free
 
 
+def test_a_start_that_was_killed_before_its_plan_leaves_nothing_to_the_next_sweep_of_its_name(tmp_path: Path) -> None:
+    storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.actor_lr': tune.uniform(0, 1)}")
+    plan = SweepPlan("s", {"storage": str(tmp_path)}, space, trials=2, scheduler="asha")
+    dead = run_of(created(plan, storage), storage)
+    (tmp_path / "sweeps" / "s" / "sweep.json").unlink()
+    created(replace(plan, trials=3, scheduler="median"), storage)
+    client = mlflow.client(mlflow.default_uri(tmp_path))
+    assert client.get_run(dead).info.status == "KILLED"
+    new = client.get_run(run_of(plan, storage))
+    assert (new.info.status, new.data.params["trials"], new.data.tags["rlx.scheduler"]) == ("RUNNING", "3", "median")
+    assert "rlx.rungs" not in new.data.tags
+
+
 def test_a_grid_within_a_random_search_is_counted_once(tmp_path: Path) -> None:
     text = "{'train.actor_lr': tune.loguniform(1e-6, 1e-4), 'algorithm.kl_coef': tune.grid_search([0, 0.01, 0.1])}"
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, text)
