@@ -75,16 +75,41 @@ def test_a_setting_of_which_a_seed_failed_is_judged_by_the_others() -> None:
     assert last_steps("asha", [[0.5, 0.5], [0.4, 0.9], [0.6, 0.6]], known=failed) == [[8, 8], [2, 0], [8, 8]]
 
 
+class Told:
+    """A scheduler of settings with two seeds that a test tells what their trials did."""
+
+    def __init__(self, settings: int) -> None:
+        self.scheduler = scheduler_of("asha", settings, 2, {})
+        self.scheduler.set_search_properties(METRIC, "max")
+        self.trials = [Played(number, {}) for number in range(2 * settings)]
+        for trial in self.trials:
+            self.scheduler.on_trial_add(None, trial)
+
+    def report(self, number: int, step: int, value: float) -> str:
+        return self.scheduler.on_trial_result(None, self.trials[number], {TIME: step, METRIC: value})
+
+
+def test_a_rung_that_others_reported_before_a_seed_failed_is_judged() -> None:
+    """The second setting is behind at 2, but not at 4 and 6, which its other seed has reported by then."""
+    told = Told(settings=2)
+    assert [told.report(number, step, 0.5) for step in (2, 4) for number in (0, 1)] == ["CONTINUE"] * 4
+    assert [told.report(2, 2, 0.1), told.report(2, 4, 0.9)] == ["CONTINUE"] * 2
+    told.scheduler.on_trial_error(None, told.trials[3])
+    assert told.report(2, 6, 0.9) == "STOP"
+
+
+def test_the_rungs_of_a_setting_whose_last_seed_failed_count_for_the_others() -> None:
+    told = Told(settings=2)
+    for step in (2, 4, 6):
+        told.report(0, step, 0.5)
+    told.scheduler.on_trial_complete(None, told.trials[0], {TIME: 8, METRIC: 0.5})
+    told.scheduler.on_trial_error(None, told.trials[1])
+    assert [told.report(2, 2, 0.1), told.report(3, 2, 0.1)] == ["CONTINUE", "STOP"]
+
+
 def test_a_seed_that_fails_on_the_way_is_missed_from_then_on_and_back_when_it_is_tried_again() -> None:
-    scheduler = scheduler_of("asha", 2, 2, {})
-    scheduler.set_search_properties(METRIC, "max")
-    trials = [Played(number, {}) for number in range(4)]
-    for trial in trials:
-        scheduler.on_trial_add(None, trial)
-
-    def report(number: int, step: int, value: float) -> str:
-        return scheduler.on_trial_result(None, trials[number], {TIME: step, METRIC: value})
-
+    told = Told(settings=2)
+    scheduler, trials, report = told.scheduler, told.trials, told.report
     assert [report(0, 2, 0.5), report(1, 2, 0.5), report(2, 2, 0.1)] == ["CONTINUE"] * 3
     scheduler.on_trial_error(None, trials[3])
     scheduler.on_trial_add(None, trials[3])  # Tune tries it again

@@ -58,14 +58,16 @@ class SettingTrial:
     def add(self, trial: str, step: int, amount: float, value: float) -> None:
         self._values.setdefault(step, {})[trial] = amount, value
 
-    def new_report(self, metric: str) -> dict[str, Any] | None:
-        """The mean time and metric of its trials at the last step that all have reported but for those that failed;
-        None if there is no such step after the one of which the scheduler was told."""
+    def next_report(self, metric: str) -> dict[str, Any] | None:
+        """The mean time and metric of its trials at the next step that all have reported but for those that failed;
+        None if there is no such step after the one of which the scheduler was told.
+
+        There are several after a trial has failed that was behind the others."""
         needed = max(1, self._seeds - len(self._failed))
-        steps = [step for step, values in self._values.items() if len(values.keys() - self._failed) >= needed]
-        if max(steps, default=-1) <= self.judged:
+        whole = (step for step, values in self._values.items() if len(values.keys() - self._failed) >= needed)
+        if not (new := [step for step in whole if step > self.judged]):
             return None
-        self.judged = max(steps)
+        self.judged = min(new)
         values = [value for name, value in self._values[self.judged].items() if name not in self._failed]
         amount, mean = np.mean(values, axis=0).tolist()
         return {self._time: amount, metric: mean}
@@ -98,10 +100,9 @@ class AsOne(TrialScheduler):
         setting = self._setting(trial)
         if self.schedule.is_evaluation(result):
             setting.add(str(trial), result[TIME], self.schedule.amount(result), result[self.metric])
-            if (report := setting.new_report(self.metric)) and setting.status == Trial.RUNNING:
-                decision = self.inner.on_trial_result(self._shown, setting, report)
-                setting.status = _STATUS[decision]
-                if decision == TrialScheduler.STOP:
+            while setting.status == Trial.RUNNING and (report := setting.next_report(self.metric)):
+                setting.status = _STATUS[self.inner.on_trial_result(self._shown, setting, report)]
+                if setting.status == Trial.TERMINATED:
                     self.finish(setting, report)
         return _ACTION[setting.status]
 
@@ -116,7 +117,7 @@ class AsOne(TrialScheduler):
         self._end(trial)
 
     def on_trial_error(self, tune_controller: Any, trial: Trial) -> None:
-        """The setting goes on with its other seeds; Tune adds a trial anew that it tries again."""
+        """The setting goes on with its other seeds, judged at their next report: Tune may try the trial again."""
         self._end(trial, failed=True)
 
     def choose_trial_to_run(self, tune_controller: Any) -> Trial | None:
@@ -137,7 +138,11 @@ class AsOne(TrialScheduler):
         setting = self._setting(trial)
         setting.end(str(trial), failed=failed)
         if setting.is_over:
-            self.finish(setting, setting.new_report(self.metric))
+            last = setting.next_report(self.metric)
+            while last and setting.status == Trial.RUNNING and (report := setting.next_report(self.metric)):
+                setting.status = _STATUS[self.inner.on_trial_result(self._shown, setting, last)]
+                last = last if setting.status == Trial.TERMINATED else report
+            self.finish(setting, last)
 
     def finish(self, setting: SettingTrial, report: dict[str, Any] | None) -> None:
         """Tells the scheduler once that a setting is over."""
