@@ -52,7 +52,6 @@ from rlx.types import Notify, OnReport, Phase
 if TYPE_CHECKING:
     from rlx.runs.doctor import Verdict
 
-
 # Ray Train's list of the checkpoints that were reported to it. A resume deletes it: only the same version of
 # Ray can read it, and the checkpoint folders themselves show which checkpoints there are.
 _TRAIN_RECORD = "checkpoint_manager_snapshot.json"
@@ -80,6 +79,7 @@ class Parent:
     folder: Storage
     tags: Mapping[str, str] = field(default_factory=dict)  # of the nested run
     signer: Signer | None = None  # for its settings; None: the user's key is read
+    when_stopped: RunStatus = RunStatus.FINISHED  # with which it ends if it is stopped; KILLED: it may go on
 
 
 def run(
@@ -120,7 +120,7 @@ def run(
         _check_prompts(prepared, folder)
         record = _open_record(prepared, folder, resume, parent, notify)
         signature = _signed(folder, config.model_dump(mode="json"), parent)
-        with _closing(record, prepared.name, folder, notify), _adding_page(record, prepared, folder):
+        with _closing(record, prepared.name, notify, parent), _adding_page(record, prepared, folder):
             job = _job(prepared, folder, tracking, signature, waits)
             events = _EventLog(record, notify, on_report or _ignore)
             events(Phase("workers"))
@@ -303,14 +303,14 @@ def _signed(folder: Storage, tree: Mapping[str, Any], parent: Parent | None) -> 
 
 
 @contextmanager
-def _closing(record: OutboxTracker, name: str, folder: Storage, notify: Notify) -> Iterator[None]:
+def _closing(record: OutboxTracker, name: str, notify: Notify, parent: Parent | None) -> Iterator[None]:
     """Ends the run's MLflow run with the status of the block and why it failed, and sends what still waits."""
     status, reason = RunStatus.FAILED, ""
     try:
         yield
         status = RunStatus.FINISHED
     except (RunStopped, SystemExit):  # Tune's report exits the thread of a trial that it has stopped
-        status = RunStatus.FINISHED
+        status = parent.when_stopped if parent else RunStatus.FINISHED
         raise
     except KeyboardInterrupt:
         status = RunStatus.KILLED
@@ -323,7 +323,7 @@ def _closing(record: OutboxTracker, name: str, folder: Storage, notify: Notify) 
         raise
     finally:
         record.end(status, reason)
-        _send_rest(record, name, folder, notify)
+        _send_rest(record, name, record.folder, notify)
 
 
 @contextmanager

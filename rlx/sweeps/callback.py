@@ -216,7 +216,8 @@ class TrialLog:
         record = self.records.read(str(trial))
         if not record.is_over:
             if state is TrialState.STOPPED:
-                self._later(trial, "sweep", lambda log: log.set_tags({"rlx.stopped": str(trial.last_result["step"])}))
+                step, has_waited = str(trial.last_result["step"]), trial.status == Trial.PAUSED
+                self._later(trial, "sweep", lambda log: _tell_stopped(log, step, has_waited))
             self.records.write(str(trial), record.model_copy(update={"state": state, "message": message}))
 
     def end_mlflow_run(self, trial: Trial, status: RunStatus) -> None:
@@ -268,6 +269,14 @@ class TrialLog:
         what(tracker)
         left = tracker.close(self._patience_s)
         self._patience_s = 0.0 if left else _PATIENCE_S  # where a service does not answer, one waits for all
+
+
+def _tell_stopped(log: OutboxTracker, step: str, has_waited: bool) -> None:
+    """Tags a trial that a scheduler has stopped; ends the record of one that waited, which its process has left open
+    to go on."""
+    log.set_tags({"rlx.stopped": step})
+    if has_waited:
+        log.end(RunStatus.FINISHED)
 
 
 def _confirm_interrupts() -> None:

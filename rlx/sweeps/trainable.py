@@ -36,13 +36,16 @@ from rlx.storage.addresses import join_address, without_options
 from rlx.storage.checkpoint_catalog import checkpoint_name, complete_checkpoints
 from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import Signer
+from rlx.sweeps.choices import PAUSING
 from rlx.sweeps.records import SweepPlan, TrialRecord
-from rlx.tracking.base import TrackingService
+from rlx.tracking.base import RunStatus, TrackingService
+from rlx.tracking.tracker import OutboxTracker
 from rlx.types import OnReport
 
 _FAILURE = "failed.txt"
 _NODE_ID = "ray.io/node-id"  # Ray's label of every node
 _START = ("checkpoint.init_from", "checkpoint.init_state")
+_PATIENCE_S = 10.0  # longest wait for the tracking service
 _END_S = 120.0  # longest wait for the end of a run that has reported its last step, or was stopped
 
 
@@ -258,7 +261,12 @@ def run_trial(
     folder = runs / attempt.name
     if message := failure_of(folder):
         raise RunError(message)
-    parent = Parent(sweep if attempt.is_first else runs / attempt.trial, tags_of(plan.name, attempt), shared.signer)
+    # Whoever is stopped may have been paused, which is not its end: the driver knows, see `TrialLog`.
+    stopped = RunStatus.KILLED if plan.scheduler in PAUSING else RunStatus.FINISHED
+    nested_in = sweep if attempt.is_first else runs / attempt.trial
+    parent = Parent(nested_in, tags_of(plan.name, attempt), shared.signer, stopped)
+    if attempt.start and not holds_run(folder):
+        finish_run(runs / newest_attempt(sweep, attempt.trial), shared.tracking)
     try:
         prepared = _prepared(plan, settings, attempt, shared)
         launch.run(
@@ -294,6 +302,14 @@ def _prepared(
     if shared.model_path is None:
         nodes.bring_folder(prepared.model_path, "model.path")
     return replace(prepared, tracking_services=shared.tracking, copies=shared.copies)
+
+
+def finish_run(folder: Storage, tracking: Sequence[TrackingService]) -> None:
+    """Ends what a run of a trial has in tracking services: the trial goes on with another one."""
+    if holds_run(folder):
+        tracker = OutboxTracker(tracking, folder, "driver")
+        tracker.end(RunStatus.FINISHED)
+        tracker.close(_PATIENCE_S)
 
 
 def failure_of(folder: Storage) -> str | None:

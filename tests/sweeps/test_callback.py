@@ -187,6 +187,14 @@ def test_a_trial_that_ends_before_its_last_step_was_stopped(
     assert [metrics.items() <= told.items() for _, told, _ in seen] == [False, True, True]
 
 
+def test_a_trial_that_is_stopped_while_it_waits_has_ended_at_once(sweep: Sweep) -> None:
+    sweep.start(0)
+    sweep.report(0, 4, 0.5)
+    sweep.trials[0].set_status(Trial.PAUSED)
+    sweep.callback.on_trial_complete(1, sweep.trials, sweep.trials[0])
+    assert (sweep.record(0).state, sweep.service.ends) == (TrialState.STOPPED, {"trial_00000": [RunStatus.FINISHED]})
+
+
 def test_the_first_end_of_a_trial_is_the_one_that_is_kept(sweep: Sweep) -> None:
     sweep.start(0)
     sweep.report(0, 8, 0.5)

@@ -1,15 +1,28 @@
 """What Tune is told of a trial's steps and checkpoints, without the run below."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rlx.config.loading import with_overrides
+from rlx.config.sweep import SchedulerName
+from rlx.runs import launch
+from rlx.runs.launch import Parent
 from rlx.runs.mailbox import CHECKPOINT_PATH
+from rlx.runs.processes import RunProcesses
+from rlx.runs.train_run import RunStopped
 from rlx.storage.checkpoint_catalog import Manifest, checkpoint_name, commit
 from rlx.storage.filesystem import Storage
+from rlx.sweeps import trainable
 from rlx.sweeps.records import SweepPlan, TrialRecord
-from rlx.sweeps.trainable import PPOTrial, SharedInputs, current_attempt
+from rlx.sweeps.trainable import Attempt, PPOTrial, SharedInputs, current_attempt
+from rlx.tracking import outbox
+from rlx.tracking.services import mlflow
+from rlx.tracking.services.mlflow import MLflowService
+from rlx.tracking.tracker import OutboxTracker
 
 
 class Steps:
@@ -113,3 +126,35 @@ def test_a_trial_that_varies_an_entry_of_a_setting_continues_its_run(tmp_path: P
     plan, record = SweepPlan("s", tree, "space.py"), TrialRecord(settings=settings)
     attempt = current_attempt(plan, storage, "trial_00000", record, "")
     assert attempt.start["reward.functions.format"] == 0.25
+
+
+@pytest.mark.parametrize(("scheduler", "status"), [("asha", "FINISHED"), ("race", "KILLED"), ("pbt", "KILLED")])
+def test_whoever_may_have_been_paused_has_not_finished(
+    scheduler: SchedulerName, status: str, tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is stopped, from its record's opening to its end; nothing trains."""
+    shutil.copy(empty_database, tmp_path)
+    service, storage = MLflowService(mlflow.default_uri(tmp_path)), Storage.local(tmp_path)
+    plan, shared = SweepPlan("s", {}, "space.py", scheduler=scheduler), SharedInputs([service], None)
+    open_record(service, storage / "sweeps" / "s")
+
+    def stopped(prepared: object, folder: Storage, *, parent: Parent, **more: object) -> None:
+        record = open_record(service, folder, parent.folder)
+        with launch._closing(record, "r", print, parent):
+            raise RunStopped("by the test")
+
+    monkeypatch.setattr(trainable, "_prepared", lambda *given: None)
+    monkeypatch.setattr(launch, "run", stopped)
+    for name, start in (("trial_00000", {}), ("trial_00000.2", {"checkpoint.init_from": "runs/trial_00001/step_4"})):
+        attempt = Attempt("trial_00000", name, start)
+        trainable.run_trial(plan, storage, {}, attempt, shared, RunProcesses(), lambda metrics, checkpoint: None)
+    ids = [outbox.run_id(storage / "sweeps" / "s" / "runs" / name) for name in ("trial_00000", "trial_00000.2")]
+    runs = [mlflow.client(service.uri).get_run(each) for each in ids]
+    assert [run.info.status for run in runs] == ["FINISHED", status]  # the first goes on as the second
+
+
+def open_record(service: MLflowService, folder: Storage, parent: Storage | None = None) -> OutboxTracker:
+    record = OutboxTracker([service], folder, "driver")
+    record.open("rlx", folder.name, params={}, tags={}, parent=parent)
+    record.flush()
+    return record
