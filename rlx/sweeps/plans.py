@@ -56,7 +56,7 @@ from rlx.sweeps.records import (
 )
 from rlx.sweeps.room import concurrency, most_at_once, total_trials
 from rlx.sweeps.schedulers.schedule import Schedule
-from rlx.sweeps.space import Space, check_resources, complete_settings, load_space, values_of
+from rlx.sweeps.space import Space, check_resources, complete_settings, load_space, values_of, varied_keys
 from rlx.sweeps.trainable import attempt_number, forgive, newest_attempt
 from rlx.tracking.base import MetricPoint
 from rlx.tracking.services import mlflow
@@ -205,7 +205,7 @@ def _with_metric(plan: SweepPlan) -> SweepPlan:
 
 def _with_population(plan: SweepPlan, space: Space) -> SweepPlan:
     """Returns a sweep by population based training: each evaluation has a checkpoint that is complete and stays."""
-    if fixed := [key for key in space if run_folder.is_fixed(key)]:
+    if fixed := [key for key in varied_keys(space) if run_folder.is_fixed(key)]:
         raise ConfigError(f"--space {plan.space}: {fixed[0]} cannot change within a run, as --scheduler pbt would")
     first_rung = schedule_of(plan, space).first_rung
     checkpoints = {"checkpoint.every": first_rung, "checkpoint.keep_last": None, "checkpoint.async_save": False}
@@ -269,7 +269,7 @@ def create_sweep(plan: SweepPlan, storage: Storage) -> None:
     refuse_existing(folder)
     most_at_once(plan)  # refused here, it leaves no sweep
     space = load_space(plan.space, plan.tree)
-    tell_unscheduled(plan, space)
+    tell_unscheduled(plan, varied_keys(space))
     for service in plan.tracking:
         service.check(plan.config.tracking.experiment)
     end_dead_record(plan, folder)

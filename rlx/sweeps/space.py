@@ -134,6 +134,11 @@ def _write_space(space: Mapping[str, Any], name: str, folder: Path) -> Path:
     return folder / f"{name}.py"
 
 
+def varied_keys(space: Space) -> list[str]:
+    """The settings of a space that are not the same for all trials."""
+    return [key for key, domain in space.items() if not _is_constant(domain)]
+
+
 def _is_constant(domain: Any) -> bool:
     """Whether an entry of a space is the one value that all trials have."""
     return isinstance(domain, _PLAIN) and not (isinstance(domain, Mapping) and "grid_search" in domain)

@@ -209,6 +209,18 @@ def test_a_new_sweep_tells_once_of_what_can_have_no_schedule(
     assert [message for message in caplog.messages if "train.ppo_epochs can have no schedule" in message] == [ANY]
 
 
+def test_what_all_trials_of_a_population_share_is_neither_refused_nor_told_of(
+    ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "{'seed': 7, 'train.ppo_epochs': 2, 'train.actor_lr': tune.uniform(1e-5, 1e-3)}"
+    plan = SweepPlan("s", {"storage": str(tmp_path)}, space_file(tmp_path, text), scheduler="pbt")
+    created(plan, open_storage(str(tmp_path)))
+    assert not [message for message in caplog.messages if "schedule" in message]
+    listed = replace(plan, space=space_file(tmp_path, "{'seed': tune.grid_search([1, 2])}"))  # handed over
+    with pytest.raises(ConfigError, match=r"seed cannot change within a run, as --scheduler pbt would$"):
+        plans.check_sweep(listed)
+
+
 def test_rungs_in_tokens_are_recorded_and_read_back(tmp_path: Path) -> None:
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
     plan = SweepPlan("s", {"storage": str(tmp_path)}, space, scheduler="asha", rung_by="tokens")
