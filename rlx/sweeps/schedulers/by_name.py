@@ -52,8 +52,8 @@ def _median(schedule: Schedule) -> TrialScheduler:
 
 
 def _pbt(schedule: Schedule) -> TrialScheduler:
-    """After each evaluation the worst quarter continues from the checkpoints of the best quarter, with randomly changed
-    settings (Jaderberg et al. 2017)."""
+    """At an evaluation, a trial of the worst quarter continues from the checkpoint of one of the best quarter if that
+    one was there at its own, with randomly changed settings (Jaderberg et al. 2017)."""
     return ResumablePopulation(schedule)
 
 
