@@ -15,7 +15,7 @@ import typing
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from rlx.config.errors import ConfigError, called_here, most_similar, nearest
+from rlx.config.errors import ConfigError, called_here, meant, most_similar, nearest
 from rlx.config.loading import parse_yaml
 from rlx.config.run import RunConfig, is_setting, sections, settings
 from rlx.config.sections.base import flatten
@@ -101,7 +101,7 @@ class CommandParser(argparse.ArgumentParser):
         """Ends the command with exit code 2; the line says what is wrong, and where all options are."""
         hint = ""
         if choice := _CHOICE.search(message):
-            hint = nearest(choice[1].lower(), re.findall(r"'([^']*)'", choice[2]))
+            hint = meant(choice[1].lower(), re.findall(r"'([^']*)'", choice[2]))
         self.exit(2, f"error: {message.removeprefix('argument ')}{hint} ({self.prog} --help shows all options)\n")
 
 
@@ -244,7 +244,11 @@ def _meant(name: str, known: Sequence[str]) -> str:
     # Without the dashes, which all options share and which make short words alike; and without sections, as the word.
     names = {option.removeprefix("--"): option for option in known}
     if "." not in word:
-        names = {name.rpartition(".")[2]: option for name, option in names.items()} | names
+        ends: dict[str, str] = {}
+        for each, option in names.items():  # several sections may have a setting of that name
+            end = each.rpartition(".")[2]
+            ends[end] = f"{ends[end]}, {option}" if end in ends else option
+        names = ends | names
     found = most_similar(word, list(names))
     return f"; nearest: {names[found]}" if found else ""
 

@@ -152,7 +152,7 @@ _CALLED = {
     "tracking.uri": "tracking_uri",
     "tracking.samples": "log_val_generations num_completions_to_print",
     "storage": "output_dir storage_path save_path ckpt_path default_local_dir",
-    "name": "run_name exp_name wandb_run_name trainer.experiment_name",
+    "name": "run_name exp_name wandb_run_name study_name trainer.experiment_name",
     "resume (a run's name)": "resume_from_checkpoint resume_from_path resume_mode load_checkpoint",
     # machines
     "scaling.num_workers": "num_gpus n_gpus gpus num_processes num_learners",
@@ -167,10 +167,13 @@ _CALLED = {
     "search": "search_alg sampler",
     "scheduler": "pruner",
     "mode": "direction",
+    "optuna": "tpe tpesampler",
+    "budget (in steps, tokens or GPU time)": "time_budget_s",
     "space": "param_space",
     "reuse": "reuse_actors",
 }
-"""settings and options, some with a note in parentheses: what TRL, veRL, OpenRLHF, Ray and earlier versions call them
+"""settings, options and their choices, some with a note in parentheses: what TRL, veRL, OpenRLHF, Ray, Optuna and
+earlier versions call them
 
 A name with dots stands for itself alone, another one for the last part of any name.
 """

@@ -118,6 +118,8 @@ def test_another_exit_keeps_its_code(tmp_path: Path) -> None:
         ("--train.step", "; nearest: --train.steps"),
         ("--stps", "; nearest: --train.steps"),
         ("--seeed", "; nearest: --seed"),
+        ("--timeout", "; nearest: --reward.timeout-s, --rollout.timeout-s, --environment.timeout-s"),
+        ("--study-name", "; here it is --name"),
         ("--rust", ""),  # nothing is alike but the dashes
         ("--zzzzzz", ""),
     ],
@@ -148,6 +150,12 @@ def test_a_run_may_be_called_none(name: str) -> None:
 def sweep_options(*words: str) -> tuple[Any, dict[str, Any]]:
     """The options of `rlx sweep`, and the given settings."""
     return parse(sweep.argument_parser(), words)
+
+
+def test_the_name_that_a_search_has_in_optuna_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        sweep_options("--search", "tpe")
+    assert "here it is optuna" in capsys.readouterr().err
 
 
 def test_sweeps_without_a_name_that_start_at_once_get_names_of_their_own(tmp_path: Path) -> None:

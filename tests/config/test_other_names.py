@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -12,6 +12,7 @@ from rlx.cli.options import parse, settings_parser
 from rlx.config.errors import _CALLED, OTHER_NAMES, ConfigError, called_here
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import settings
+from rlx.config.sweep import SearchName
 from rlx.models.folder import is_model_folder
 from rlx.sweeps.choices import check_key
 from rlx.sweeps.space import load_space
@@ -33,7 +34,7 @@ def test_every_answer_is_a_setting_or_an_option_and_nothing_is_there_twice() -> 
     assert not set(names) & settings().keys()  # it would never be looked for
     for answer in _CALLED:
         here, _, note = answer.partition(" ")
-        assert here in settings() or here in OPTIONS, here
+        assert here in {*settings(), *OPTIONS, *get_args(SearchName)}, here
         assert not note or re.fullmatch(r"\(.+\)", note)
         for key in re.findall(r"[a-z]+\.[a-z_]+", note):
             assert key in settings()
