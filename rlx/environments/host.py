@@ -1,7 +1,8 @@
 """The environments that live in one process: one instance for each episode, each call with a time limit.
 
-A call of a plain method runs on a thread, one of an `async` method on the event loop. The first can be given up, but
-not ended: then the process has to be replaced. Left out: where the process is, and what to do after a failure (pool).
+A call of a plain method runs on its instance's thread, one of an `async` method on the event loop. The first can be
+given up, but not ended: then the process has to be replaced. Left out: where the process is, and what to do after a
+failure (pool).
 """
 
 from __future__ import annotations
@@ -11,20 +12,22 @@ import contextlib
 import functools
 import inspect
 import resource
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 from rlx.actors import BulkActor
 from rlx.config.errors import one_line
 from rlx.environments.base import has_steps, load_environment, messages_of
-from rlx.environments.tools import Called, ToolDialogue, finite, score_of
+from rlx.environments.instance import Instance
+from rlx.environments.tools import ToolDialogue, finite, score_of
 from rlx.types import Observation, TaskRow, TurnLength
 
 _MIB = 1 << 20
+_STACK = 8 * _MIB
+"""size of a thread's stack where the system does not limit it"""
 _CANCEL_S = 1.0
 """in which an `async` method that took too long has to end when it is cancelled"""
 
@@ -102,28 +105,29 @@ class EnvironmentHost(BulkActor):
     def __init__(self, settings: HostSettings) -> None:
         """Raises ConfigError if there is no such environment."""
         self.settings, self._kind = settings, load_environment(settings.name)
-        self._live: dict[str, Any] = {}  # dialogues by key
+        self._live: dict[str, Instance] = {}  # by key
         # Several workers may ask for more calls at the same time: the time limit of one begins once it has room.
         self._room = asyncio.Semaphore(settings.concurrency)
-        self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="environment")
-        self._thread_calls: WeakKeyDictionary[Any, Future[Any]] = WeakKeyDictionary()  # the newest one of each task
-        if settings.memory_mb:
-            limit_memory(settings.memory_mb * _MIB)
+        self._limit = MemoryLimit(settings.memory_mb * _MIB) if settings.memory_mb else None
 
     async def start(self, key: str, beginning: Beginning) -> Reply:
         """Begins an episode under a key; an episode that has the key ends."""
         await self.close(key)
-        return await self._timed(functools.partial(self._start, key, beginning))
+        # Known before anything is called, which may fail: the instance is closed all the same.
+        live = self._live[key] = Instance()
+        if self._limit:
+            self._limit.allow_threads(len(self._live))
+        return await self._timed(live, functools.partial(self._start, live, beginning))
 
     async def step(self, key: str, action: Action) -> Reply:
         """What the environment answers to a turn."""
         live = self._live.get(key)
-        return _UNKNOWN if live is None else await self._timed(functools.partial(self._step, live, action))
+        return await self._timed(live, functools.partial(_step, live, action)) if live else _UNKNOWN
 
     async def finish(self, key: str, answer: str) -> Reply:
         """The score of an episode that was cut, as a reward; `answer`: the last that the policy said."""
         live = self._live.get(key)
-        return _UNKNOWN if live is None else await self._timed(functools.partial(_finish, live, answer, self._called))
+        return await self._timed(live, functools.partial(_finish, live, answer)) if live else _UNKNOWN
 
     async def repeat(
         self, key: str, beginning: Beginning, actions: Sequence[Action], answer: str | None = None
@@ -150,22 +154,24 @@ class EnvironmentHost(BulkActor):
         old = [self._live.pop(key) for key in list(self._live) if key.startswith(owner)]
         await asyncio.gather(*map(self._ended, old))
 
-    async def _ended(self, live: Any) -> None:
-        close = getattr(getattr(live, "environment", live), "close", None)
+    async def _ended(self, live: Instance | None) -> None:
+        if live is None:
+            return
+        close = getattr(live.environment, "close", None)
         if close is not None:
             async with self._room:
                 with contextlib.suppress(Exception, asyncio.CancelledError):  # it is over, whatever it says
-                    await asyncio.wait_for(self._called(close), self.settings.timeout_s)
+                    await asyncio.wait_for(live.thread.call(close), self.settings.timeout_s)
+        live.thread.end()
 
-    async def _timed(self, call: Callable[[], Awaitable[Observation]]) -> Reply:
+    async def _timed(self, live: Instance, call: Callable[[], Awaitable[Observation]]) -> Reply:
         async with self._room:
             started, task = time.monotonic(), asyncio.ensure_future(call())
             done, _ = await asyncio.wait([task], timeout=self.settings.timeout_s)
-            call_on_thread = self._thread_calls.pop(task, None)
             if not done:
                 task.cancel()
                 done, _ = await asyncio.wait([task], timeout=_CANCEL_S)
-                is_stuck = not done or (call_on_thread is not None and call_on_thread.running())
+                is_stuck = not done or live.thread.is_busy
                 return Reply(failure=f"took longer than {self.settings.timeout_s:g} s", is_late=True, is_stuck=is_stuck)
         if task.cancelled():  # by the environment itself
             return Reply(failure="raised CancelledError")
@@ -175,58 +181,46 @@ class EnvironmentHost(BulkActor):
             return Reply(failure=failure, is_stuck=isinstance(error, MemoryError))
         return Reply(replace(task.result(), seconds=time.monotonic() - started))
 
-    async def _start(self, key: str, beginning: Beginning) -> Observation:
-        environment = await self._called(self._kind, **self.settings.params)
-        # Before `reset`, which may fail: the instance is closed all the same.
-        self._live[key] = environment if has_steps(self._kind) else ToolDialogue(environment, self._called)
+    async def _start(self, live: Instance, beginning: Beginning) -> Observation:
+        call = live.thread.call
+        environment = live.environment = await call(self._kind, **self.settings.params)
+        live.tools = None if has_steps(self._kind) else ToolDialogue(environment, call)
         said: Any = None
         if callable(getattr(environment, "reset", None)):
-            said = await self._called(environment.reset, beginning.row, beginning.seed)
+            said = await call(environment.reset, beginning.row, beginning.seed)
         return Observation(messages_of(beginning.row.asked if said is None else said))
 
-    async def _step(self, live: Any, action: Action) -> Observation:
-        if isinstance(live, ToolDialogue):
-            return await live.step(action.text)
-        step = live.step
-        known = {"seed": action.seed, "version": action.version, "length": action.length}
-        parameters = inspect.signature(step).parameters
-        given = {name: value for name, value in known.items() if name in parameters}
-        said, reward, done = await self._called(step, action.text, **given)
-        final = await score_of(live, action.text, self._called) if done else 0.0
-        return Observation(messages_of(said), finite(reward) + final, bool(done))
 
-    async def _called(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """What a method returns: on the event loop if it is `async`, else on a thread."""
-        try:
-            if inspect.iscoroutinefunction(method):
-                return await method(*args, **kwargs)
-            call = self._threads.submit(_on_thread, method, *args, **kwargs)
-            self._thread_calls[asyncio.current_task()] = call
-            returned = await asyncio.wrap_future(call)
-            return await returned if inspect.isawaitable(returned) else returned
-        except (SystemExit, KeyboardInterrupt) as error:  # which would end the event loop
-            raise RuntimeError(repr(error)) from None
+async def _step(live: Instance, action: Action) -> Observation:
+    if live.tools:
+        return await live.tools.step(action.text)
+    step, call = live.environment.step, live.thread.call
+    known = {"seed": action.seed, "version": action.version, "length": action.length}
+    parameters = inspect.signature(step).parameters
+    given = {name: value for name, value in known.items() if name in parameters}
+    said, reward, done = await call(step, action.text, **given)
+    final = await score_of(live.environment, action.text, call) if done else 0.0
+    return Observation(messages_of(said), finite(reward) + final, bool(done))
 
 
-async def _finish(live: Any, answer: str, called: Called) -> Observation:
-    environment = live.environment if isinstance(live, ToolDialogue) else live
-    return Observation(reward=await score_of(environment, answer, called), done=True)
+async def _finish(live: Instance, answer: str) -> Observation:
+    return Observation(reward=await score_of(live.environment, answer, live.thread.call), done=True)
 
 
-def _on_thread(method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """What a method returns. A future takes no StopIteration: its call would seem to hang.
+class MemoryLimit:
+    """Makes allocations of this process fail once it uses so many bytes more than now, stacks of threads aside."""
 
-    Raises:
-        RuntimeError: the method raised StopIteration.
-    """
-    try:
-        return method(*args, **kwargs)
-    except StopIteration:
-        raise RuntimeError("StopIteration") from None
+    def __init__(self, size: int) -> None:
+        with open("/proc/self/status") as status:
+            used = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))
+        self._bytes, self._threads = used + size, 0
+        self.allow_threads(0)
 
-
-def limit_memory(size: int) -> None:
-    """Makes allocations of this process fail once it uses so many bytes more than now."""
-    with open("/proc/self/status") as status:
-        used = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))
-    resource.setrlimit(resource.RLIMIT_DATA, (used + size, used + size))
+    def allow_threads(self, count: int) -> None:
+        """Allows for the stacks of so many threads of instances, of which little is in use."""
+        self._threads = max(self._threads, count)  # not fewer: a thread may take a while to end
+        own = resource.getrlimit(resource.RLIMIT_STACK)[0]
+        stack = threading.stack_size() or (_STACK if own == resource.RLIM_INFINITY else own)
+        most = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        size = self._bytes + self._threads * stack
+        resource.setrlimit(resource.RLIMIT_DATA, (size if most == resource.RLIM_INFINITY else min(size, most), most))

@@ -1,6 +1,8 @@
 """One process of environments: live episodes by key, time limits, tools, and what becomes of errors. Without Ray."""
 
 import asyncio
+import resource
+import sqlite3
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -9,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from rlx.config.errors import ConfigError
-from rlx.environments.host import Action, Beginning, EnvironmentHost, HostSettings, Reply
+from rlx.environments.host import Action, Beginning, EnvironmentHost, HostSettings, MemoryLimit, Reply
 from rlx.environments.tools import finite
 from rlx.types import Observation, TaskRow
 
@@ -70,6 +72,32 @@ class Exhausted(Plain):
         return next(iter([])), 0.0, False
 
 
+class Shelf(Plain):
+    """Has a connection, which belongs to the thread that made it, and plain methods of all kinds."""
+
+    ended: ClassVar[list[threading.Thread]] = []
+
+    def __init__(self) -> None:
+        self.connection = sqlite3.connect(":memory:")
+
+    def reset(self, row: TaskRow, seed: int) -> str:
+        return self.read()
+
+    def step(self, action: str) -> Any:
+        time.sleep(0.01)  # so that calls of other episodes are under way
+        return self.read(), 1.0, action == "end"
+
+    def score(self, answer: str) -> float:
+        return float(self.read())
+
+    def close(self) -> None:
+        self.connection.close()
+        Shelf.ended.append(threading.current_thread())
+
+    def read(self) -> str:
+        return str(self.connection.execute("select 1").fetchone()[0])
+
+
 class Tools:
     """Tools of several kinds."""
 
@@ -125,6 +153,36 @@ def test_an_environment_that_says_nothing_begins_with_the_question() -> None:
 def test_plain_methods_run_on_threads_and_async_ones_on_the_loop() -> None:
     assert observed("Plain", "a")[1] == Observation(({"role": "user", "content": "environment"},), 1.0)
     assert observed("Scored", "a")[1].messages == ({"role": "system", "content": "Main"},)
+
+
+def test_all_plain_calls_of_an_episode_are_on_one_thread_which_ends_with_it() -> None:
+    host = EnvironmentHost(HostSettings("test_host:Shelf", {}, 5.0, 8))
+
+    async def played(key: str) -> list[Reply]:
+        replies = await host.repeat(key, BEGINNING, [Action("a", 0), Action("b", 0)], answer="a")
+        await host.close(key)
+        return replies
+
+    async def all_played() -> list[list[Reply]]:
+        return await asyncio.gather(*(played(str(number)) for number in range(16)))
+
+    Shelf.ended.clear()
+    assert {reply.failure for replies in asyncio.run(all_played()) for reply in replies} == {""}
+    assert len(set(Shelf.ended)) == 16
+    for thread in Shelf.ended:
+        thread.join(5.0)
+        assert not thread.is_alive()
+
+
+def test_stacks_of_threads_are_no_memory_of_environments() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    try:
+        limit = MemoryLimit(1 << 30)
+        before = resource.getrlimit(resource.RLIMIT_DATA)[0]
+        limit.allow_threads(1000)
+        assert resource.getrlimit(resource.RLIMIT_DATA)[0] >= before + 1000 * (1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
 
 
 def test_the_end_of_a_dialogue_adds_its_score_if_it_has_one() -> None:
