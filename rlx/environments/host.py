@@ -8,7 +8,6 @@ failure (pool).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import inspect
 import resource
@@ -21,7 +20,7 @@ from typing import Any, Protocol
 from rlx.actors import BulkActor
 from rlx.config.errors import one_line
 from rlx.environments.base import has_steps, load_environment, messages_of
-from rlx.environments.instance import Instance
+from rlx.environments.instance import Instance, OwnThread
 from rlx.environments.tools import ToolDialogue, finite, score_of
 from rlx.types import Observation, TaskRow, TurnLength
 
@@ -106,6 +105,7 @@ class EnvironmentHost(BulkActor):
         """Raises ConfigError if there is no such environment."""
         self.settings, self._kind = settings, load_environment(settings.name)
         self._live: dict[str, Instance] = {}  # by key
+        self._left: list[OwnThread] = []  # of instances that are closed, as far as `close` still runs
         # Several workers may ask for more calls at the same time: the time limit of one begins once it has room.
         self._room = asyncio.Semaphore(settings.concurrency)
         self._limit = MemoryLimit(settings.memory_mb * _MIB) if settings.memory_mb else None
@@ -116,7 +116,7 @@ class EnvironmentHost(BulkActor):
         # Known before anything is called, which may fail: the instance is closed all the same.
         live = self._live[key] = Instance()
         if self._limit:
-            self._limit.allow_threads(len(self._live))
+            self._limit.allow_threads(len(self._live) + len(self._left))
         return await self._timed(live, functools.partial(self._start, live, beginning))
 
     async def step(self, key: str, action: Action) -> Reply:
@@ -145,24 +145,28 @@ class EnvironmentHost(BulkActor):
             replies.append(await self.finish(key, answer))
         return replies
 
-    async def close(self, key: str) -> None:
-        """Ends an episode, if there is one."""
-        await self._ended(self._live.pop(key, None))
+    async def close(self, key: str) -> Reply:
+        """Ends an episode, if there is one. The environment's own `close` fails only if it takes too long.
+
+        So many of them that still run as calls may run at the same time are too many: the process is stuck.
+        """
+        live = self._live.pop(key, None)
+        return await self._ended(live) if live else Reply()
 
     async def forget(self, owner: str) -> None:
         """Ends all episodes whose keys begin with that of an owner, which has started anew."""
         old = [self._live.pop(key) for key in list(self._live) if key.startswith(owner)]
         await asyncio.gather(*map(self._ended, old))
 
-    async def _ended(self, live: Instance | None) -> None:
-        if live is None:
-            return
+    async def _ended(self, live: Instance) -> Reply:
         close = getattr(live.environment, "close", None)
-        if close is not None:
-            async with self._room:
-                with contextlib.suppress(Exception, asyncio.CancelledError):  # it is over, whatever it says
-                    await asyncio.wait_for(live.thread.call(close), self.settings.timeout_s)
+        reply = await self._timed(live, functools.partial(_close, live, close)) if close else Reply()
         live.thread.end()
+        if not reply.is_late:
+            return Reply()  # it is over, whatever it has said
+        self._left = [thread for thread in (*self._left, live.thread) if thread.is_busy]
+        is_stuck = len(self._left) >= self.settings.concurrency
+        return replace(reply, failure=f"close {reply.failure}", is_stuck=is_stuck)
 
     async def _timed(self, live: Instance, call: Callable[[], Awaitable[Observation]]) -> Reply:
         async with self._room:
@@ -205,6 +209,11 @@ async def _step(live: Instance, action: Action) -> Observation:
 
 async def _finish(live: Instance, answer: str) -> Observation:
     return Observation(reward=await score_of(live.environment, answer, live.thread.call), done=True)
+
+
+async def _close(live: Instance, close: Callable[[], Any]) -> Observation:
+    await live.thread.call(close)
+    return Observation()
 
 
 class MemoryLimit:

@@ -210,7 +210,9 @@ class EnvironmentPool:
                 failed, same = await self._replayed(key, record, replies) if check else (None, True)
                 if failed:
                     self._noted(record, life, failed)
-                await self.hosts[record.host].call("close", key)
+                ended = await self.hosts[record.host].call("close", key)
+                if ended.failure:
+                    self._noted(record, life, ended)
         except HostLost as lost:
             self._replace(record.host, life, str(lost))
             return True

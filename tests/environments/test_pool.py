@@ -129,6 +129,13 @@ class Leaving(Echo):
         await asyncio.sleep(0.1)
 
 
+class Lingering(Echo):
+    """Does not end."""
+
+    def close(self) -> None:
+        time.sleep(2.0)
+
+
 class Restarting(LocalHost):
     """A host whose process takes a while to start: until then its calls fail, as those of an actor do."""
 
@@ -348,6 +355,14 @@ def test_episodes_are_closed_once_each() -> None:
     Closed.closed = 0
     said(pool_of(f"{HERE}Closed"), "a")
     assert Closed.closed == 1
+
+
+def test_ends_that_hang_fail_no_episode_and_have_their_process_replaced_once_they_are_many() -> None:
+    host = Dying(HostSettings(f"{HERE}Lingering", {}, 0.1, 2), set())
+    pool = pool_of("", [host], retries=0)
+    assert [said(pool, "a")[0] for _ in range(5)] == [["question 7", "a 0"]] * 5
+    assert host.lives == 3 and pool.failures == {"hung": 5}
+    assert "close took longer than 0.1 s" in pool.told[0]  # type: ignore[attr-defined]
 
 
 def test_a_call_that_hung_is_made_again_once_its_host_is_up() -> None:
