@@ -28,6 +28,8 @@ _MARGIN_S = 10.0
 _LOOK_S = 0.2
 _START_S = 120.0
 """longest wait for a host whose process starts"""
+_END_S = 5.0
+"""longest wait for the `close` of all episodes of a run that ends"""
 _MOST_SPARED = 10
 """losses of one call that do not count as its attempts; an episode that ends its process may be taken for another"""
 
@@ -323,3 +325,10 @@ def start_hosts(settings: HostSettings, options: Sequence[dict[str, Any]]) -> li
     """
     actor = ray.remote(EnvironmentHost)
     return [actor.options(max_concurrency=1000, max_restarts=-1, **own).remote(settings) for own in options]
+
+
+def end_episodes(actors: Sequence[Any]) -> None:
+    """Closes the environments of all episodes of these hosts, which nobody plays any more; waits `_END_S` at most."""
+    calls = [actor.forget.remote("") for actor in actors]
+    if calls:
+        ray.wait(calls, num_returns=len(calls), timeout=_END_S)

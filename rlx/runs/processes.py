@@ -26,7 +26,7 @@ from rlx.config.sections.base import flatten
 from rlx.config.sections.model import ModelConfig
 from rlx.config.sections.rollout import RolloutConfig
 from rlx.config.sweep import ReuseName
-from rlx.environments.pool import start_hosts
+from rlx.environments.pool import end_episodes, start_hosts
 from rlx.environments.trial import host_settings
 from rlx.rewards import reward_model
 from rlx.rollout.engine_actors import EngineSpec, start_engines
@@ -85,11 +85,14 @@ class EngineHost:
             raise
 
     def close(self) -> None:
-        """Ends the actors and frees what they had reserved."""
-        for actor in [*self.engines, *self.reward_models, *self.environments]:
-            ray.kill(actor)
-        if self._owned:
-            remove_placement_group(self._owned)
+        """Ends the actors, once environments are closed, and frees what they had reserved."""
+        try:
+            end_episodes(self.environments)  # a run that failed or was interrupted has left some
+        finally:
+            for actor in [*self.engines, *self.reward_models, *self.environments]:
+                ray.kill(actor)
+            if self._owned:
+                remove_placement_group(self._owned)
 
 
 class RunProcesses:

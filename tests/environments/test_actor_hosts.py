@@ -2,14 +2,20 @@
 
 import asyncio
 import re
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-from rlx.environments.host import HostSettings
+from rlx.config.loading import from_tree, with_overrides
+from rlx.environments.host import Action, Beginning, HostSettings
 from rlx.environments.pool import ActorHost, EnvironmentPool, start_hosts
+from rlx.runs import preflight
+from rlx.runs.preflight import PreparedRun
+from rlx.runs.processes import EngineHost
 from rlx.types import EnvironmentFailed, TaskRow
 
 ROW = TaskRow("question", "answer")
@@ -27,6 +33,33 @@ class Bad:
         if action == "hungry":
             bytearray(4 << 30)
         return f"{action} {seed}", 0.0, False
+
+
+class Open:
+    """Has a file until it is closed; a step takes a while."""
+
+    def __init__(self, file: str) -> None:
+        self.file = Path(file)
+
+    def reset(self, row: TaskRow, seed: int) -> str:
+        self.file.touch()
+        return row.question
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        time.sleep(0.5)
+        return action, 0.0, False
+
+    def close(self) -> None:
+        self.file.unlink()
+
+
+@pytest.fixture
+def prepared(tiny_model: Path, tmp_path: Path) -> PreparedRun:
+    """A run with an environment that opens a file."""
+    params = {"file": str(tmp_path / "open")}
+    environment = {"name": "tests.environments.test_actor_hosts:Open", "params": params}
+    tree = {"model.path": str(tiny_model), "storage": str(tmp_path / "s"), "environment": environment}
+    return preflight.prepare(from_tree(with_overrides({}, tree)), tables={"train": None})
 
 
 @pytest.fixture
@@ -73,3 +106,16 @@ def test_episodes_survive_what_happens_to_the_processes(actors: list[Any], monke
     assert hanging[:2] == ["question", "a 0"] and "has not answered" in hanging[2]
     assert pool.failures["died"] >= 3  # killed, and hanging twice
     assert asyncio.run(played("after", ["a"])) == ["question", "a 0"]
+
+
+@pytest.mark.slow
+def test_environments_are_closed_before_a_run_that_failed_ends_their_processes(
+    prepared: PreparedRun, ray_cluster: None, tmp_path: Path
+) -> None:
+    host = EngineHost(prepared)
+    (actor,) = host.environments
+    assert not ray.get(actor.start.remote("a/1", Beginning(ROW, 0)), timeout=60.0).failure
+    actor.step.remote("a/1", Action("under way", 0))
+    assert (tmp_path / "open").exists()
+    host.close()
+    assert not (tmp_path / "open").exists()
