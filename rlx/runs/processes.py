@@ -211,6 +211,8 @@ class RunProcesses:
             self._end_workers()
         if self.reuse == "none":
             self.close()
+        elif self._host:  # a run that was stopped has left some; the next one has another name
+            end_episodes(self._host.environments)
 
     def _end_workers(self, patience_s: float = END_S) -> None:
         if self._train:

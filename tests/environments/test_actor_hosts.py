@@ -4,6 +4,7 @@ import asyncio
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from rlx.environments.host import Action, Beginning, HostSettings
 from rlx.environments.pool import ActorHost, EnvironmentPool, start_hosts
 from rlx.runs import preflight
 from rlx.runs.preflight import PreparedRun
-from rlx.runs.processes import EngineHost
+from rlx.runs.processes import RunProcesses
+from rlx.runs.train_run import RunError, RunStopped
 from rlx.types import EnvironmentFailed, TaskRow
 
 ROW = TaskRow("question", "answer")
@@ -109,13 +111,20 @@ def test_episodes_survive_what_happens_to_the_processes(actors: list[Any], monke
 
 
 @pytest.mark.slow
-def test_environments_are_closed_before_a_run_that_failed_ends_their_processes(
+def test_environments_are_closed_when_a_run_ends_and_before_its_processes_do(
     prepared: PreparedRun, ray_cluster: None, tmp_path: Path
 ) -> None:
-    host = EngineHost(prepared)
-    (actor,) = host.environments
-    assert not ray.get(actor.start.remote("a/1", Beginning(ROW, 0)), timeout=60.0).failure
-    actor.step.remote("a/1", Action("under way", 0))
-    assert (tmp_path / "open").exists()
-    host.close()
-    assert not (tmp_path / "open").exists()
+    processes, file = RunProcesses("engines"), tmp_path / "open"
+
+    def run(ending: Exception) -> Any:
+        with suppress(RunStopped, RunError), processes.lease(prepared):
+            assert processes._host
+            (actor,) = processes._host.environments
+            assert not ray.get(actor.start.remote("a/1", Beginning(ROW, 0)), timeout=60.0).failure
+            actor.step.remote("a/1", Action("under way", 0))
+            assert file.exists()
+            raise ending
+        assert not file.exists()
+        return actor
+
+    assert run(RunStopped("a trial of a sweep")) == run(RunError("failed"))
