@@ -42,6 +42,11 @@ _COLUMNS = (
     _Column("tokens/s", "tokens/rollout_per_s", "{:,.0f}"),
     _Column("s/step", "time/step", "{:.1f}"),
 )
+_FAILED = (
+    _Column("failed", "episode/failed_fraction", "{:.3f}"),
+    _Column("held-out failed", "eval/failed_fraction", "{:.3f}"),
+)
+"""shares of episodes whose environment failed, shown where they are not 0"""
 _TIME_LEFT = "left"
 _OPTIONAL = (
     "s/step",
@@ -71,7 +76,8 @@ def metrics_line(metrics: Mapping[str, Any], columns: Sequence[_Column] = ()) ->
 
     Missing ones are omitted.
     """
-    shown = columns or [*_COLUMNS, *_columns_of_sets(metrics)]
+    failed = [column for column in _FAILED if metrics.get(column.metric)]
+    shown = [*(columns or [*_COLUMNS, *_columns_of_sets(metrics)]), *failed]
     values = [(column.label, _metric_text(column, metrics)) for column in shown]
     return "  ".join(f"{label} {text}" for label, text in values if text)
 

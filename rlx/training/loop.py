@@ -25,7 +25,7 @@ from rlx.training.collector import RolloutCollector, Selection
 from rlx.training.evaluation.evaluate import evaluate, unread_answers
 from rlx.training.experience import Experience, LogprobBatch, RolloutBatch, concat
 from rlx.training.metrics import StepCounts, StepTimer, summarize
-from rlx.training.reporting import Reporter
+from rlx.training.reporting import Reporter, failed_episodes
 from rlx.training.stats import Sums
 from rlx.training.trainer import Trainer, is_policy_alone
 from rlx.training.update import gradient_shares, update
@@ -40,9 +40,8 @@ def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpoin
     if trainer.step == 0:
         reporter.notify(Phase("first evaluation"))
         metrics, samples = evaluate(trainer, collector, all_sets=True)
-        hint = unread_answers(samples, metrics["eval/accuracy"], trainer.config.reward)
-        if hint and trainer.mesh.rank == 0:
-            reporter.notify(hint)
+        tell(trainer, reporter, unread_answers(samples, metrics["eval/accuracy"], trainer.config.reward))
+        tell(trainer, reporter, failed_episodes(trainer.step, metrics, {}))
     while not finish_step(trainer, collector, checkpointer, reporter, metrics, samples):  # records step `trainer.step`
         timer = StepTimer()
         trainer.begin_step()
@@ -63,10 +62,18 @@ def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpoin
         with timer("sync"):
             collector.push_weights(trainer.step)  # 8
         collector.keep(trainer.step, selection, experience)
+        before = metrics | trainer.evaluation
         metrics, samples = evaluate(trainer, collector)
         measured, counts = summarize(trainer, selection, experience, stats, kl_sums, timer.metrics())
         metrics |= measured | advance(trainer, counts)  # 9
         metrics |= collector.observe(selection, trainer.device)
+        tell(trainer, reporter, failed_episodes(trainer.step, metrics, before))
+
+
+def tell(trainer: Trainer, reporter: Reporter, lines: Sequence[str]) -> None:
+    """Tells the person who watches what all ranks know."""
+    for line in lines if trainer.mesh.rank == 0 else ():
+        reporter.notify(line)
 
 
 def collect(

@@ -88,3 +88,21 @@ class MemoryReporter:
 
     def close(self) -> None:
         pass
+
+
+_OF_EPISODES = {
+    "episode/failed_fraction": "all episodes of step {} failed, nothing is learnt from them: rlx samples RUN shows why",
+    "eval/failed_fraction": "all episodes of the evaluation after step {} failed: rlx samples RUN --held-out shows why",
+}
+"""shares of episodes whose environment failed, and what is said where that is all"""
+
+
+def failed_episodes(step: int, metrics: Mapping[str, float], before: Mapping[str, float]) -> list[str]:
+    """Lines for whoever watches if all episodes of a step, or of its evaluation, have failed, but not yet `before`.
+
+    Args:
+        metrics: of the step over all ranks.
+        before: those of the step before, with the newest evaluation.
+    """
+    new = [name for name in _OF_EPISODES if metrics.get(name) == 1 != before.get(name)]
+    return [_OF_EPISODES[name].format(step) for name in new]

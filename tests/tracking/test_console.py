@@ -98,6 +98,12 @@ def test_what_sets_measured_is_shown_with_its_standard_error() -> None:
     assert "0.412±0.031" in "\n".join(lines(progress, text))
 
 
+def test_the_share_of_episodes_that_failed_is_shown_where_there_are_some() -> None:
+    assert "failed" not in metrics_line(METRICS | {"episode/failed_fraction": 0.0, "eval/failed_fraction": 0.0})
+    line = metrics_line(METRICS | {"episode/failed_fraction": 0.25, "eval/failed_fraction": 1.0})
+    assert line.endswith("  failed 0.250  held-out failed 1.000")
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Sets the time in seconds."""

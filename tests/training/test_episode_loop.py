@@ -109,3 +109,25 @@ def test_episodes_are_kept_with_the_turns_of_their_tokens(
         played = row.played
         assert played and [turn.observation.text for turn in played.turns] == ["turn 1", "turn 2", "turn 3"]
         assert row.question in row.prompt and "turn 2" in "".join(row.tokens)
+
+
+class Unready(Counting):
+    def reset(self, row: TaskRow, seed: int) -> str:
+        raise LookupError("no such row")
+
+
+def failing_engines(path: str, weights: WeightSource) -> FakeEngines:
+    environments, written = pool_of("test_episode_loop:Unready"), Dialogue(load_tokenizer(path))
+    return FakeEngines(play=lambda draw: Player(draw, environments, written, EpisodeLimits(3, turn_tokens=6), 0))
+
+
+def messages_of_failing(rank: int, ranks: int, path: str, folder: str) -> list[str]:
+    run = trained(path, folder, engines_of=partial(failing_engines, path), **SETTINGS)
+    return [text for text in run.reporter.messages if "failed" in text]
+
+
+def test_a_run_whose_episodes_all_fail_says_so_once(on_ranks: OnRanks, tiny_model: Path, tmp_path: Path) -> None:
+    assert on_ranks(1, messages_of_failing, str(tiny_model), str(tmp_path))[0] == [
+        "all episodes of the evaluation after step 0 failed: rlx samples RUN --held-out shows why",
+        "all episodes of step 1 failed, nothing is learnt from them: rlx samples RUN shows why",
+    ]

@@ -203,9 +203,9 @@ def test_answers_that_are_not_found_are_told_of(
     reward = RewardConfig(
         answer_pattern=pattern, functions=functions, length_target=3 if "length" in functions else None
     )
-    line = unread_answers([{"completion": text, "answer": "15"} for text in texts], accuracy, reward)
-    assert (line is None) == (said is None)
-    assert line is None or said is None or said in line
+    lines = unread_answers([{"completion": text, "answer": "15"} for text in texts], accuracy, reward)
+    assert (lines == []) == (said is None)
+    assert said is None or said in lines[0]
 
 
 @pytest.fixture(scope="module")

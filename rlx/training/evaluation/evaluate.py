@@ -53,8 +53,8 @@ def evaluate(
     return metrics | {"time/eval": time.perf_counter() - started}, samples
 
 
-def unread_answers(samples: Sequence[Mapping[str, Any]], accuracy: float, reward: RewardConfig) -> str | None:
-    """A line for whoever watches if answers seem to be right and count as wrong; None if they do not.
+def unread_answers(samples: Sequence[Mapping[str, Any]], accuracy: float, reward: RewardConfig) -> list[str]:
+    """A line for whoever watches if answers seem to be right and count as wrong; none if they do not.
 
     A model whose answers are not found in what it writes looks like one that cannot learn.
 
@@ -64,12 +64,12 @@ def unread_answers(samples: Sequence[Mapping[str, Any]], accuracy: float, reward
     """
     named = sum(_names(row["completion"], row["answer"]) for row in samples)
     if not set(reward.functions) & set(CORRECTNESS) or named <= 2 * accuracy * len(samples):
-        return None
+        return []
     pattern = f"is {reward.answer_pattern!r}" if reward.answer_pattern else "is unset, so the whole text is the answer"
-    return (
+    return [
         f"{named} of {len(samples)} answers of the first evaluation contain the expected one, but {accuracy:.0%} "
         f"of all count as right: reward.answer_pattern {pattern}; rlx samples RUN --held-out shows them"
-    )
+    ]
 
 
 def _names(text: str, answer: str) -> bool:
