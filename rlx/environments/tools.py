@@ -93,7 +93,7 @@ def _from_python(text: str) -> list[Call]:
         body = ast.parse(text, mode="eval").body
         elements = body.elts if isinstance(body, ast.List) else []
         return [_python_call(each) for each in elements]
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):  # TypeError: of {[]: 1}
         return []
 
 

@@ -235,7 +235,7 @@ def test_what_a_tool_answers_is_bounded_and_only_tools_are_called(
 
 
 def test_python_calls_of_what_is_no_literal_or_has_no_name_are_an_answer() -> None:
-    for text in ("[table(2)]", "[tools.table(rows=2)]", "[table(rows=2 + x)]"):
+    for text in ("[table(2)]", "[tools.table(rows=2)]", "[table(rows=2 + x)]", "[table(rows={[]: 1})]"):
         end = observed("Tools", text)[1]
         assert (end.calls, end.done, end.reward) == (0, True, len(text))
     given = observed("Tools", "[table(**{'rows': 3})]")[1]
