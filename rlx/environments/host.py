@@ -13,8 +13,10 @@ import inspect
 import resource
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from rlx.actors import BulkActor
@@ -181,8 +183,7 @@ class EnvironmentHost(BulkActor):
             return Reply(failure="raised CancelledError")
         error = task.exception()
         if error is not None:
-            failure = f"raised {type(error).__name__}: {one_line(error, 300)}"
-            return Reply(failure=failure, is_stuck=isinstance(error, MemoryError))
+            return Reply(failure=_described(error), is_stuck=isinstance(error, MemoryError))
         return Reply(replace(task.result(), seconds=time.monotonic() - started))
 
     async def _start(self, live: Instance, beginning: Beginning) -> Observation:
@@ -202,9 +203,18 @@ async def _step(live: Instance, action: Action) -> Observation:
     known = {"seed": action.seed, "version": action.version, "length": action.length}
     parameters = inspect.signature(step).parameters
     given = {name: value for name, value in known.items() if name in parameters}
-    said, reward, done = await call(step, action.text, **given)
+    said, reward, done = _answered(await call(step, action.text, **given))
     final = await score_of(live.environment, action.text, call) if done else 0.0
     return Observation(messages_of(said), finite(reward) + final, bool(done))
+
+
+def _answered(returned: Any) -> tuple[Any, Any, Any]:
+    """What `step` has returned; raises TypeError if that is no answer."""
+    if isinstance(returned, tuple | list) and len(returned) == 3:
+        return returned[0], returned[1], returned[2]
+    given = f"{len(returned)} values" if isinstance(returned, tuple | list) else type(returned).__name__
+    hint = "; Gymnasium's terminated and truncated are one here, and there is no info" if given == "5 values" else ""
+    raise TypeError(f"step returns (observation, reward, whether the episode has ended), not {given}{hint}")
 
 
 async def _finish(live: Instance, answer: str) -> Observation:
@@ -214,6 +224,15 @@ async def _finish(live: Instance, answer: str) -> Observation:
 async def _close(live: Instance, close: Callable[[], Any]) -> Observation:
     await live.thread.call(close)
     return Observation()
+
+
+def _described(error: BaseException) -> str:
+    """What was raised and where, in one line; without the place if that is here, where wrong answers are refused."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    file, line = frames[-1]
+    where = "" if Path(file).parent == Path(__file__).parent else f" at {file}:{line}"
+    said = one_line(error, 300)
+    return f"raised {type(error).__name__}{said and f': {said}'}{where}"
 
 
 class MemoryLimit:
