@@ -115,10 +115,11 @@ def completions_of(run: Storage, steps: Sequence[KeptStep], prompt: int | None) 
 def kept_summary(run: Storage, steps: Sequence[KeptStep], table: pa.Table, shown: int) -> str:
     """Returns a sentence on all completions of the steps, of which so many are shown."""
     right, mean = pc.mean(table["correct"]).as_py(), pc.mean(table["score"]).as_py()
-    missing = sum(step.missing for step in steps)
+    missing, failed = sum(step.missing for step in steps), reader.count_failed(table)
     parts = [
         f"{shown} of {len(table)} completions of step {', '.join(str(step.number) for step in steps)}",
         f"mean score {mean:.4g}, {right:.0%} right",
+        *([f"the environments of {failed} failed"] if failed else []),
         *([f"{missing} files of other ranks are missing"] if missing else []),
         f"in {run.path}/completions",
     ]
@@ -141,15 +142,23 @@ def completions_table(rows: Sequence[KeptCompletion], width: int | None, charact
             "parts": "  ".join(f"{name} {value:.4g}" for name, value in row.rewards.items()),
             "advantage": "" if row.mean_advantage is None else f"{row.mean_advantage:.3g}",
             "mismatch": "" if row.mismatch is None else f"{max(map(abs, row.mismatch), default=0.0):.2g}",
-            "finish": row.finish,
+            "finish": _finish(row),
             "tokens": str(len(row.tokens)),
             "question": readable(row.question, characters),
             "expected": readable(row.expected, characters),
             "completion": readable(row.completion, characters),
+            "failure": readable(row.played.failure if row.played else "", characters),
         }
         for row in rows
     ]
     return listing.markdown_table(cells, width, {"step", "score", "advantage", "mismatch", "tokens"})
+
+
+def _finish(row: KeptCompletion) -> str:
+    """How a completion ended; an episode whose environment failed has ended with that."""
+    if not (row.played and row.played.failure):
+        return row.finish
+    return f"failed: {row.played.kind}" if row.played.kind else "failed"  # files of older versions have no kind
 
 
 def readable(text: str, characters: int | None) -> str:

@@ -69,10 +69,7 @@ class KeptCompletion:
     @property
     def played(self) -> Episode | None:
         """The episode, if there was an environment; raises ConfigError if the file has something else."""
-        try:
-            return None if self.episode is None else Episode.of_json(self.episode)
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"an episode in the completions of step {self.step} is damaged: {error}") from None
+        return None if self.episode is None else _episode(self.episode, self.step)
 
     @property
     def mismatch(self) -> tuple[float, ...] | None:
@@ -130,6 +127,19 @@ def completions(table: pa.Table) -> list[KeptCompletion]:
     names = [name for name in table.column_names if name.startswith(REWARD)]
     rows, rewards = table.select(COLUMNS.names).to_pylist(), table.select(names).to_pylist()
     return [_as_completion(*pair) for pair in zip(rows, rewards or [{}] * len(rows), strict=True)]
+
+
+def count_failed(table: pa.Table) -> int:
+    """How many completions are episodes whose environment failed; raises ConfigError if an episode is damaged."""
+    texts = zip(table["episode"].to_pylist(), table["step"].to_pylist(), strict=True)
+    return sum(bool(text and _episode(text, step).failure) for text, step in texts)
+
+
+def _episode(text: str, step: int) -> Episode:
+    try:
+        return Episode.of_json(text)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"an episode in the completions of step {step} is damaged: {error}") from None
 
 
 def _read_file(file: Storage) -> pa.Table:

@@ -13,6 +13,7 @@ from rlx.cli.samples import completions_table, readable
 from rlx.samples.columns import Kind, StepCompletions
 from rlx.samples.writer import CompletionWriter, Keeping
 from rlx.storage.addresses import open_storage
+from rlx.types import Episode, FailureKind, Observation, Turn
 
 
 @pytest.fixture
@@ -60,6 +61,27 @@ def test_the_newest_step_is_shown_with_its_numbers(storage: str, capsys: pytest.
     ] or (first[4] == "task 0  length -1")
     place = f"in {storage}/runs/one/completions"
     assert lines[-1] == f"4 of 4 completions of step 5; mean score 0.375, 25% right; {place}"
+
+
+def test_an_episode_whose_environment_failed_is_named_and_counted(
+    storage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = ("", "raised LookupError: no row", "took longer than 5 s", "")
+    kinds: tuple[FailureKind | None, ...] = (None, "raised", None, None)  # the third is of an older version
+    rows = []
+    for number, (failure, kind) in enumerate(zip(failures, kinds, strict=True)):
+        row = scored(number)
+        turn = Turn(0, 1, 4, Observation(done=True))
+        episode = Episode(Observation(), (turn,), failure=failure, kind=kind) if number else None
+        rows.append(replace(row, completion=replace(row.completion, episode=episode)))
+    writer = CompletionWriter(open_storage(storage) / "runs" / "one", Keeping(1.0, 0, 0, 1), Letters(), pytest.fail)
+    writer.keep(StepCompletions(Kind.TRAINING, 6, 8, rows))
+    writer.close()
+    header, _, *shown, _, summary = said(capsys, "one", "--storage", storage).splitlines()
+    finish = header.split("|").index(next(cell for cell in header.split("|") if cell.strip() == "finish"))
+    assert [line.split("|")[finish].strip() for line in shown] == ["stop", "failed: raised", "failed", "stop"]
+    assert "raised LookupError: no row" in shown[1] and "took longer than 5 s" in shown[2]
+    assert "; the environments of 2 failed; " in summary
 
 
 def test_the_worst_the_best_a_prompt_a_step_and_evaluations(storage: str, capsys: pytest.CaptureFixture[str]) -> None:
