@@ -151,7 +151,7 @@ def summarize(
         kl_sums: of `loop.compute_advantages`.
         seconds: of the step's parts, by metric name.
     """
-    updates = _of_scores(trainer, selection) | _of_episodes(selection) | _of_tokens(trainer, batch, stats)
+    updates = _of_scores(trainer, selection) | _of_episodes(trainer, selection) | _of_tokens(trainer, batch, stats)
     updates |= _of_kl(trainer, batch, kl_sums) | _of_policy(trainer, batch, stats) | _of_values(trainer, batch, stats)
     updates |= _of_mismatch(trainer, batch, stats.first)
     metrics = dict(seconds) | over_ranks(trainer, updates) | _known_here(trainer, stats)
@@ -207,7 +207,7 @@ def _of_sources(labels: Sequence[str], selection: Selection) -> Updates:
     }
 
 
-def _of_episodes(selection: Selection) -> Updates:
+def _of_episodes(trainer: Trainer, selection: Selection) -> Updates:
     """What episodes were like; nothing without an environment."""
     completions = [each.completion for each in selection.candidates if each.completion.episode]
     if not completions:
@@ -216,12 +216,15 @@ def _of_episodes(selection: Selection) -> Updates:
     turns = [turn for episode in episodes for turn in episode.turns]
     calls = [sum(turn.observation.calls for turn in episode.turns) for episode in episodes]
     errors = sum(turn.observation.call_errors for turn in turns)
+    cut = [not each.finished and not each.has_failed for each in completions]
+    has_turns_left = [len(episode.turns) < trainer.config.environment.max_turns for episode in episodes]
     return {
         "episode/turns": (Mean, [len(episode.turns) for episode in episodes]),
         "episode/contexts": (Mean, [1 + len(episode.contexts) for episode in episodes]),
         "episode/tool_calls": (Mean, calls),
         "episode/tool_use_fraction": (Mean, [count > 0 for count in calls]),
         "episode/tool_errors": (Mean, [errors / len(episodes)] * len(episodes)),
+        "episode/no_room_fraction": (Mean, [a and b for a, b in zip(cut, has_turns_left, strict=True)]),
         "episode/failed_fraction": (Mean, [bool(episode.failure) for episode in episodes]),
         **{
             f"episode/{kind}_fraction": (Mean, [each.kind == kind for each in episodes])

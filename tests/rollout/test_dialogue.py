@@ -148,3 +148,12 @@ def test_a_template_that_wants_more_of_a_tool_is_told_apart(family: str) -> None
     tokenizer = byte_tokenizer((TEMPLATES / f"{family}.jinja").read_text())
     with pytest.raises(ConfigError, match=r"does not take a tool's answer \(role tool, name, content\)"):
         Dialogue(tokenizer, schemas(Calculator))
+
+
+def test_the_tokenizer_does_not_warn_of_a_text_that_no_model_reads() -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.model_max_length = 5
+    dialogue, history = Dialogue(tokenizer), [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    read = dialogue.opening(history[:1]).text
+    long = dialogue.continuation(read, history, (1,), False, [{"role": "user", "content": "c" * 9}])
+    assert len(long.token_ids) > 5 and not tokenizer.deprecation_warnings  # where it remembers what it has warned of

@@ -89,7 +89,7 @@ def test_a_resume_is_exact_and_asks_no_environment_twice(runs: list[tuple[Outcom
 def test_the_metrics_of_episodes(runs: list[tuple[Outcome, list[tuple[str, int]]]]) -> None:
     row = runs[0][0].reporter.metrics[-1]
     names = [name for name in row if name.startswith("episode/")]
-    assert len(names) == 11 and all(map(meaning, [*names, "tokens/policy_per_episode", "time/environment"]))
+    assert len(names) == 12 and all(map(meaning, [*names, "tokens/policy_per_episode", "time/environment"]))
     assert row["episode/turns"] == 3 and row["episode/contexts"] == 1 and row["episode/tool_calls"] == 0
     kinds = {f"episode/{kind}_fraction" for kind in ("failed", "hung", "raised", "died", "unrepeatable")}
     assert {row[name] for name in kinds | {"episode/retries", "eval/failed_fraction"}} == {0}

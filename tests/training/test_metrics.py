@@ -190,7 +190,7 @@ def of_episodes(rank: int, ranks: int) -> dict[str, float]:
         rows.append(replace(row, completion=replace(row.completion, episode=episode)))
     selection, here = Selection(3 // ranks, 2, filtered=False, greedy=False), slice(rank * 6 // ranks, 6)
     selection.add(rows[here][: 6 // ranks])
-    return over_ranks(trainer_of(Mesh.of("cpu", 1)), metrics._of_episodes(selection))
+    return over_ranks(trainer_of(Mesh.of("cpu", 1)), metrics._of_episodes(trainer_of(Mesh.of("cpu", 1)), selection))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -202,6 +202,24 @@ def test_failures_of_environments_by_kind(ranks: int, on_ranks: OnRanks) -> None
     assert sum(kinds.values()) == pytest.approx(found["episode/failed_fraction"]) == pytest.approx(5 / 6)
     assert found["episode/retries"] == pytest.approx((6 + 3) / 6)
     assert all(map(meaning, found))
+
+
+def of_cut_episodes(rank: int, ranks: int) -> float:
+    """The share without room: one is cut, one over, one cut at its last turn, one has failed."""
+    row, trainer = scored()[0], trainer_of(Mesh.of("cpu", 1))
+
+    def played(turns: int, finished: bool = False, failure: str = "") -> ScoredCompletion:
+        said = tuple(Turn(number, number + 1, 3, Observation()) for number in range(turns))
+        episode = Episode(Observation(), said, failure=failure)
+        return replace(row, completion=replace(row.completion, finished=finished, episode=episode))
+
+    most, selection = trainer.config.environment.max_turns, Selection(2, 2, filtered=False, greedy=False)
+    selection.add([played(1), played(1, finished=True), played(most), played(1, failure="raised")])
+    return over_ranks(trainer, metrics._of_episodes(trainer, selection))["episode/no_room_fraction"]
+
+
+def test_episodes_that_are_cut_before_their_last_turn_had_no_room_for_it(on_ranks: OnRanks) -> None:
+    assert on_ranks(1, of_cut_episodes) == [0.25]
 
 
 def warmed_up(rank: int, ranks: int) -> dict[str, float]:

@@ -119,7 +119,8 @@ class Dialogue:
         )
 
     def _ids(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
+        # Else it warns that a long text does not fit in the model: one without room ends the episode instead.
+        return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
     def _ids_after(self, text: str) -> tuple[int, ...]:
         """The tokens of a text that follows a special token: some tokenizers put a space before the first of a text."""
