@@ -58,8 +58,8 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | N
     """
     if isinstance(path, Mapping):
         raise ConfigError("load_config: the first argument is a file; give settings as overrides=")
-    tree = read_yaml(str(path)) if path else {}
-    config = from_tree(with_experiment(with_overrides(tree, overrides or {})), str(path or "overrides"))
+    tree, given = read_yaml(str(path)) if path else {}, overrides or {}
+    config = from_tree(with_experiment(with_overrides(tree, given)), str(path or "overrides"), given, "overrides")
     if path:
         check_beside(path, config.model, config.data, config.eval)
     return config

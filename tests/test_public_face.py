@@ -74,7 +74,7 @@ def test_load_config_reads_a_file_and_overrides(tmp_path: Path) -> None:
     assert rlx.load_config(None, {"model.path": "org/name"}) == rlx.RunConfig(model=ModelConfig(path="org/name"))
     assert rlx.load_config(file).train.steps == 7 and rlx.load_config(file).train.actor_lr == 1e-4
     assert rlx.load_config(str(file), {"train.steps": 9, "seed": 3}).train.steps == 9
-    with pytest.raises(rlx.ConfigError, match=rf"^{file}: unknown setting train\.stepz; nearest: train\.steps"):
+    with pytest.raises(rlx.ConfigError, match=r"^overrides: unknown setting train\.stepz; nearest: train\.steps"):
         rlx.load_config(file, {"train.stepz": 9})
     with pytest.raises(rlx.ConfigError, match=r"^overrides: train\.steps = 0"):
         rlx.load_config(overrides={"train.steps": 0})
@@ -121,6 +121,18 @@ def test_a_setting_whose_value_is_a_mapping_is_set_whole_by_its_own_key() -> Non
 def test_load_model_says_what_it_takes(nothing: Any) -> None:
     with pytest.raises(rlx.ConfigError, match=rf"^load_model: expected a folder, .*, not {type(nothing).__name__}$"):
         rlx.load_model(nothing)
+
+
+def test_a_value_that_is_refused_is_of_the_file_or_of_what_overrides_it(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("eval: {every: 2}")
+    with pytest.raises(rlx.ConfigError, match=r"^command line: eval\.every = 'none'"):
+        train.new_config(str(file), {"eval.every": "none"})
+    with pytest.raises(rlx.ConfigError, match=r"^overrides: eval\.every = -1"):
+        rlx.load_config(file, {"eval.every": -1})
+    file.write_text("eval: {every: none}")
+    with pytest.raises(rlx.ConfigError, match=rf"^{file}: eval\.every = 'none'"):
+        rlx.load_config(file, {"eval.num_prompts": 4})
 
 
 def checkpoint(run: Storage, step: int, *, finished: bool = True) -> None:

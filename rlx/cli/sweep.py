@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         refuse_options(args, given)
         own = read_yaml(args.config) if args.config else None
         tree = new_tree(own, given)
-        config = from_tree(tree, args.config or "command line")  # refused before anything slow is imported
+        config = from_tree(tree, args.config or "command line", given)  # refused before anything slow is imported
         if args.config:
             check_beside(args.config, config.model, config.data, config.eval)
         if args.interleave > 1:

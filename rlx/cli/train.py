@@ -90,9 +90,9 @@ def new_config(
     tree = with_overrides(read_yaml(file) if file else {}, given)
     if start:
         base = with_experiment(tree) if file else {}
-        config = from_tree(with_overrides(inherited_tree(start, base, given, trust=trust), given))
+        config = from_tree(with_overrides(inherited_tree(start, base, given, trust=trust), given), given=given)
     else:
-        config = from_tree(with_experiment(tree), file or "command line")
+        config = from_tree(with_experiment(tree), file or "command line", given)
     if file:
         check_beside(file, config.model, config.data, config.eval)
     if (file or not start) and takes_experiment(tree):

@@ -12,7 +12,7 @@ import os
 import re
 import reprlib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,15 @@ _NOT_OF_TEXT = ("float_parsing", "int_parsing", "bool_parsing", "float_type", "t
 """errors of pydantic for a text where none can stand"""
 
 
-def from_tree(tree: dict[str, Any], origin: str = "config") -> RunConfig:
+def from_tree(
+    tree: dict[str, Any], origin: str = "config", given: Collection[str] = (), giver: str = "command line"
+) -> RunConfig:
     """The validated config of a tree.
 
     Args:
         origin: where the tree comes from, e.g. a file name; error messages start with it.
+        given: dotted keys of the tree that come from elsewhere.
+        giver: where these come from; messages about their values start with it.
 
     Raises:
         ConfigError: an unknown setting, a bad value, or settings that do not work together.
@@ -52,7 +56,9 @@ def from_tree(tree: dict[str, Any], origin: str = "config") -> RunConfig:
     except ValidationError as error:
         # A name that is not known says more than the one that is missing for it.
         first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
-        raise ConfigError(f"{origin}: {_explain(first)}") from None
+        key = ".".join(str(part) for part in first["loc"])
+        is_given = any(f"{key}.".startswith(f"{each}.") for each in given)
+        raise ConfigError(f"{giver if is_given else origin}: {_explain(first)}") from None
 
 
 def steps_differ_in(tree: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
