@@ -53,8 +53,7 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | N
     experiments/configs/arithmetic.yaml. `RunConfig(...)` has the settings' own defaults for any model.
 
     Raises:
-        ConfigError: the file cannot be read, a setting is unknown, a value is not allowed, or a path is meant to begin
-            in the file's folder: paths begin in the working folder.
+        ConfigError: the file cannot be read, a setting or a value is wrong, or a path leads only from the file's folder.
     """
     if isinstance(path, Mapping):
         raise ConfigError("load_config: the first argument is a file; give settings as overrides=")
@@ -263,8 +262,7 @@ def resume_tuner(
         quiet: as for `tuner`.
 
     Raises:
-        ConfigError: no such sweep, one that is finished, a setting that a resume cannot change, or a sweep of another
-            person.
+        ConfigError: no such sweep, a finished one, another person's, or a setting that a resume cannot change.
     """
     from rlx.storage import claims
     from rlx.storage.addresses import open_storage

@@ -140,6 +140,7 @@ def test_whoever_may_have_been_paused_has_not_finished(
 
     def stopped(prepared: object, folder: Storage, *, parent: Parent, **more: object) -> None:
         record = open_record(service, folder, parent.folder)
+        (folder / "config.yaml").write_text("{}")
         with launch._closing(record, "r", print, parent):
             raise RunStopped("by the test")
 
