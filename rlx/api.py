@@ -53,7 +53,7 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | N
     experiments/configs/arithmetic.yaml. `RunConfig(...)` has the settings' own defaults for any model.
 
     Raises:
-        ConfigError: the file cannot be read, a setting or a value is wrong, or a path leads only from the file's folder.
+        ConfigError: the file cannot be read, a setting or value is wrong, or a path leads only from the file's folder.
     """
     if isinstance(path, Mapping):
         raise ConfigError("load_config: the first argument is a file; give settings as overrides=")

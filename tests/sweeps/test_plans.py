@@ -16,9 +16,9 @@ from rlx.config.errors import ConfigError
 from rlx.config.sweep import OF_THE_MACHINE
 from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import SIGNATURE, Signer
-from rlx.sweeps import plans, records, trainable, tuner
+from rlx.sweeps import plans, trainable, tuner
 from rlx.sweeps.callback import DriverState
-from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState, find_sweep, trial_name
+from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState, find_sweep, reopen_record, trial_name
 from rlx.sweeps.tuner import SweepTuner
 from rlx.tracking import outbox
 from rlx.tracking.services import mlflow
@@ -194,7 +194,7 @@ def test_a_race_is_kept_by_its_tuner_once_all_trials_have_ended(
     uri, tree = mlflow.default_uri(tmp_path), TREE | {"storage": str(tmp_path)}
     for state in (TrialState.OPEN, TrialState.FINISHED):
         made = made_tuner(tmp_path, tree, trials=2, seeds=2, scheduler="race")
-        records.reopen_record(made._plan, made._folder)
+        reopen_record(made._plan, made._folder)
         records = TrialRecords(made._folder)
         for number in range(4):
             records.write(trial_name(number), TrialRecord(settings={"seed": number}, state=state, reports=[(3, 0.5)]))
