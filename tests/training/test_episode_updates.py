@@ -197,10 +197,10 @@ def test_padded_contexts_of_episodes_stay_within_the_budget() -> None:
 
 
 WAYS: list[dict[str, Any]] = [
-    {"environment": {"name": "calculator", "rewards": "turn"}, "algorithm.rollout_correction": "tis"},
-    {"environment": {"name": "calculator"}, "algorithm.advantage": "grpo", "algorithm.policy_loss": "gspo"}
+    {"environment.name": "calculator", "environment.rewards": "turn", "algorithm.rollout_correction": "tis"},
+    {"environment.name": "calculator", "algorithm.advantage": "grpo", "algorithm.policy_loss": "gspo"}
     | {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1},
-    {"environment": {"name": "calculator"}, "algorithm.advantage": "dr_grpo", "train.ppo_epochs": 2}
+    {"environment.name": "calculator", "algorithm.advantage": "dr_grpo", "train.ppo_epochs": 2}
     | {"model.reference": "none", "algorithm.kl_coef": 0.0, "algorithm.rollout_correction": "mask"}
     | {"algorithm.rollout_correction_level": "sequence"},
 ]
