@@ -380,7 +380,7 @@ def test_a_sweep_stops_bad_trials_and_leaves_nothing(tiny_model: Path, place: Pa
     processes = {name: {metrics["pid"] for metrics in told if "pid" in metrics} for name, told in news.metrics.items()}
     assert len(set().union(*processes.values())) == 1  # all ran where the first did, also after one was stopped
     assert (storage / "sweeps" / "s").names() == [
-        "run.json", "runs", "signature", "space.py", "sweep.json", "trials", "tune",
+        "run.json", "runs", "signature", "space.py", "sweep.json", "told.jsonl", "trials", "tune",
     ]  # fmt: skip
 
 
