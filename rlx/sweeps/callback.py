@@ -28,7 +28,7 @@ from rlx.runs import run_folder
 from rlx.storage.filesystem import Storage
 from rlx.sweeps.records import SweepPlan, TrialRecords, TrialState, resuming
 from rlx.sweeps.schedulers.schedule import Schedule
-from rlx.sweeps.trainable import Attempt, newest_attempt, tags_of
+from rlx.sweeps.trainable import Attempt, attempt_config, newest_attempt, tags_of
 from rlx.tracking.base import RunStatus, TrackingService
 from rlx.tracking.parameters import params_of
 from rlx.tracking.tracker import OutboxTracker
@@ -235,7 +235,7 @@ class TrialLog:
                 log.open(
                     plan.config.tracking.experiment,
                     name,
-                    params=params_of({**flatten(plan.config), **settings, "name": name}),
+                    params=params_of(_tracked_settings(plan, settings, attempt)),
                     tags={"rlx.kind": "run", "rlx.folder": log.folder.path, **tags_of(plan.name, attempt)},
                     parent=self.folder,
                 )
@@ -269,6 +269,15 @@ class TrialLog:
         what(tracker)
         left = tracker.close(self._patience_s)
         self._patience_s = 0.0 if left else _PATIENCE_S  # where a service does not answer, one waits for all
+
+
+def _tracked_settings(plan: SweepPlan, settings: Mapping[str, Any], attempt: Attempt) -> dict[str, Any]:
+    """Returns the settings of a trial by dotted key, as a run that begins records them, so that the analysis knows the
+    seeds of one setting; those that do not go together are as the search has chosen them."""
+    try:
+        return flatten(attempt_config(plan, settings, attempt))
+    except ConfigError:
+        return {**flatten(plan.config), **settings, "name": f"{plan.name}.{attempt.name}"}
 
 
 def _tell_stopped(log: OutboxTracker, step: str, has_waited: bool) -> None:

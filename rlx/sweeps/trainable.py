@@ -25,6 +25,7 @@ from rlx.cluster.nodes import FolderCopies
 from rlx.cluster.resources import ResourcePlan
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.loading import from_tree, setting_at, with_overrides
+from rlx.config.run import RunConfig
 from rlx.config.sections.base import flatten
 from rlx.runs import launch, preflight
 from rlx.runs.launch import Parent
@@ -296,12 +297,25 @@ def _prepared(
     """
     if shared.copies:
         shared.copies.bring_here()
-    overrides = {**settings, **attempt.start, "name": f"{plan.name}.{attempt.name}"}
-    config = from_tree(with_overrides(plan.tree, overrides))
+    config = attempt_config(plan, settings, attempt)
     prepared = preflight.prepare(config, tables=shared.tables, model_path=shared.model_path)
     if shared.model_path is None:
         nodes.bring_folder(prepared.model_path, "model.path")
     return replace(prepared, tracking_services=shared.tracking, copies=shared.copies)
+
+
+def attempt_config(plan: SweepPlan, settings: Mapping[str, Any], attempt: Attempt) -> RunConfig:
+    """Returns the config of a trial's run; its paths are absolute.
+
+    Args:
+        settings: those that the search has chosen, by dotted key.
+
+    Raises:
+        ConfigError: the settings do not go together.
+    """
+    overrides = {**settings, **attempt.start, "name": f"{plan.name}.{attempt.name}"}
+    config = from_tree(with_overrides(plan.tree, overrides))
+    return from_tree(with_overrides(config.model_dump(exclude_unset=True), preflight.absolute_paths(config)))
 
 
 def finish_run(folder: Storage, tracking: Sequence[TrackingService]) -> None:

@@ -317,6 +317,30 @@ def test_a_trial_that_fails_before_its_run_begins_is_recorded_with_its_settings(
     assert holds_run(run) and not sweep.service.opened  # with the same MLflow run
 
 
+@pytest.mark.parametrize(
+    ("settings", "recorded"),
+    [
+        ({"data.source": "sums.jsonl"}, {"data.source": "{}/sums.jsonl"}),
+        ({"train.adam_betas": [0.8, 0.9]}, {"train.adam_betas": "(0.8, 0.9)"}),
+        ({"train.steps": "none", "train.seed": 7}, {"train.steps": "none", "train.seed": "7"}),  # no run has these
+    ],
+)
+def test_a_trial_without_a_run_is_recorded_with_the_settings_that_its_run_would_have(
+    settings: dict[str, Any], recorded: dict[str, str], sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sums.jsonl").write_text("{}")
+    for name in ("run.json", "config.yaml"):
+        (sweep.folder / "runs" / "trial_00001" / name).delete()
+    sweep.trials[1].set_config(settings)
+    sweep.start(1)
+    sweep.fail(1, "Traceback\nrlx.config.errors.ConfigError: no such column")
+    sweep.log.flush()
+    params = sweep.service.opened["s.trial_00001"]["params"]
+    assert {key: params[key] for key in recorded} == {key: text.format(tmp_path) for key, text in recorded.items()}
+    assert params["name"] == "s.trial_00001"
+
+
 @pytest.mark.parametrize("fails", ["watch", "records"])
 def test_a_sweep_goes_on_when_showing_or_recording_fails(
     fails: str, sweep: Sweep, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
