@@ -19,7 +19,7 @@ from rlx.config.sections.records import BackendName
 from rlx.storage.filesystem import Storage
 
 ERROR_TAG = "rlx.error"
-"""the tag of a run that failed: why, in one line; a resume leaves it"""
+"""the tag of a run that failed: why, in one line; MLflow has it until the run goes on, the others keep it"""
 
 
 class RunStatus(StrEnum):

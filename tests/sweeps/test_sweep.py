@@ -35,6 +35,7 @@ from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords
 from rlx.sweeps.space import load_space
 from rlx.sweeps.trainable import PPOTrial
 from rlx.tracking import outbox
+from rlx.tracking.base import ERROR_TAG
 from rlx.tracking.services import mlflow
 
 ACTORS = {"environment": {"name": "calculator", "num_actors": 2}}
@@ -562,6 +563,7 @@ def test_trials_that_failed_run_again_when_that_is_asked_for(
     if from_scratch:
         assert {name: history(plan, storage, name) for name in sorted(results)} == before
     assert sorted(history(plan, storage, newest)["reward/mean"]) == list(range(1, 11))
+    assert (ERROR_TAG in children(plan, storage)["trial_00000"].data.tags) == from_scratch
 
 
 @pytest.mark.slow

@@ -407,6 +407,15 @@ def test_a_run_that_fails_says_why(database: str, folder: Storage) -> None:
         assert tracked_run(database, folder).tags[ERROR_TAG] == said
 
 
+def test_a_run_that_has_failed_and_goes_on_has_no_error(database: str, folder: Storage) -> None:
+    for status, error in ((RunStatus.FAILED, "no room"), (RunStatus.FINISHED, ""), (RunStatus.FAILED, "again")):
+        tracker = opened_tracker(database, folder)
+        assert ERROR_TAG not in tracked_run(database, folder).tags
+        tracker.end(status, error)
+        assert tracker.close(LONG_S) == 0
+        assert tracked_run(database, folder).tags.get(ERROR_TAG, "") == error
+
+
 @pytest.mark.slow
 def test_a_refused_record_is_dropped_and_the_next_one_is_sent(database: str, folder: Storage) -> None:
     messages = Messages()

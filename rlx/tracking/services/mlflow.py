@@ -21,7 +21,7 @@ from typing import Any, Final
 from filelock import FileLock, Timeout
 
 from rlx.config.errors import ConfigError, nearest
-from rlx.tracking.base import MetricPoint, Reach, RunStatus, TrackedRun
+from rlx.tracking.base import ERROR_TAG, MetricPoint, Reach, RunStatus, TrackedRun
 from rlx.tracking.services import artifact_places, mlflow_page
 from rlx.tracking.services.mlflow_errors import cause, is_refusal, without_password
 from rlx.tracking.services.mlflow_page import PAUSED, paused_ms
@@ -123,7 +123,8 @@ class MLflowService:
         return run_id
 
     def reopen_run(self, run_id: str, at: int) -> bool:
-        """Marks a run as running again and increments its attempt number; False if MLflow has no such run.
+        """Marks a run as running again, without an error, and increments its attempt number; False if MLflow has no
+        such run.
 
         Args:
             at: start time of the new attempt. A repeated call with the same time changes nothing.
@@ -139,6 +140,8 @@ class MLflowService:
             return False
         if run.data.tags.get("rlx.opened") != str(at):
             mlflow.update_run(run_id, status="RUNNING")
+            if ERROR_TAG in run.data.tags:
+                mlflow.delete_tag(run_id, ERROR_TAG)
             attempt = int(run.data.tags.get("rlx.attempt", "1")) + 1
             new = {"rlx.attempt": str(attempt), "rlx.opened": str(at), PAUSED: str(paused_ms(run, at))}
             self.writer(run_id).set_tags(new)
