@@ -377,7 +377,9 @@ def restart_failed(plan: SweepPlan, storage: Storage, *, from_scratch: bool = Fa
     failed = {name: record for name, record in records.all().items() if record.state is TrialState.FAILED}
     for name, record in failed.items():
         newest = newest_attempt(folder, name)
-        forgive(folder / "runs" / newest)
+        next_one = f"{name}.{attempt_number(newest) + 1}"  # it may have failed before it began
+        for attempt in (newest, next_one):
+            forgive(folder / "runs" / attempt)
         if from_scratch:
             attempts = attempt_number(newest) + holds_run(folder / "runs" / newest)
             records.write(name, TrialRecord(settings=record.settings, attempts=attempts))

@@ -131,6 +131,28 @@ def test_failed_trials_are_open_again_and_no_others(
     assert plans.restart_failed(plan, storage) == []
 
 
+@pytest.mark.parametrize("from_scratch", [False, True])
+def test_a_further_attempt_that_failed_before_it_began_runs_again(from_scratch: bool, storage: Storage) -> None:
+    plan, runs = plans.saved_sweep(storage, "s"), storage / "sweeps" / "s" / "runs"
+    for file in ("run.json", "config.yaml"):
+        (runs / "trial_00001" / file).write_text("{}")
+    record_failure(storage, attempts=1)
+    plans.restart_failed(plan, storage, from_scratch=True)
+    (runs / "trial_00001.2" / trainable._FAILURE).write_text("no such file")  # as `run_trial` leaves it
+    record_failure(storage, attempts=2)
+    plans.restart_failed(plan, storage, from_scratch=from_scratch)
+    known = TrialRecords(storage / "sweeps" / "s").read("trial_00001")
+    attempt = trainable.current_attempt(plan, storage, "trial_00001", known, "")
+    assert (attempt.name, trainable.failure_of(runs / attempt.name)) == ("trial_00001.2", None)
+
+
+def record_failure(storage: Storage, attempts: int) -> None:
+    records = TrialRecords(storage / "sweeps" / "s")
+    failed = TrialRecord(settings={}, state=TrialState.FAILED, message="no such file", attempts=attempts)
+    records.write("trial_00001", failed)
+    records.flush()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The Tuner
 
