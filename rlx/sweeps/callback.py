@@ -26,6 +26,7 @@ from rlx.config.sections.base import flatten
 from rlx.config.sweep import DEFAULT_METRIC, PROGRESS
 from rlx.runs import run_folder
 from rlx.storage.filesystem import Storage
+from rlx.sweeps.choices import PAUSING
 from rlx.sweeps.records import SweepPlan, TrialRecords, TrialState, resuming
 from rlx.sweeps.schedulers.schedule import Schedule
 from rlx.sweeps.trainable import Attempt, attempt_config, newest_attempt, tags_of
@@ -132,6 +133,8 @@ class SweepCallback(tune.Callback):
         is_done = trial.last_result.get("step", 0) >= self.steps
         state = TrialState.FINISHED if is_done else TrialState.STOPPED
         self.log.end_trial(trial, state)
+        if state is TrialState.STOPPED and self.plan.scheduler in PAUSING:  # its process cannot tell that from a pause
+            self.log.end_mlflow_run(trial, RunStatus.FINISHED)
         self._show(trial, trial.last_result, state)
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
@@ -216,8 +219,8 @@ class TrialLog:
         record = self.records.read(str(trial))
         if not record.is_over:
             if state is TrialState.STOPPED:
-                step, has_waited = str(trial.last_result["step"]), trial.status == Trial.PAUSED
-                self._later(trial, "sweep", lambda log: _tell_stopped(log, step, has_waited))
+                tags = {"rlx.stopped": str(trial.last_result["step"])}
+                self._later(trial, "sweep", lambda log: log.set_tags(tags))
             self.records.write(str(trial), record.model_copy(update={"state": state, "message": message}))
 
     def end_mlflow_run(self, trial: Trial, status: RunStatus) -> None:
@@ -278,14 +281,6 @@ def _tracked_settings(plan: SweepPlan, settings: Mapping[str, Any], attempt: Att
         return flatten(attempt_config(plan, settings, attempt))
     except ConfigError:
         return {**flatten(plan.config), **settings, "name": f"{plan.name}.{attempt.name}"}
-
-
-def _tell_stopped(log: OutboxTracker, step: str, has_waited: bool) -> None:
-    """Tags a trial that a scheduler has stopped; ends the record of one that waited, which its process has left open
-    to go on."""
-    log.set_tags({"rlx.stopped": step})
-    if has_waited:
-        log.end(RunStatus.FINISHED)
 
 
 def _confirm_interrupts() -> None:

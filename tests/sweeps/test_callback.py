@@ -187,10 +187,12 @@ def test_a_trial_that_ends_before_its_last_step_was_stopped(
     assert [metrics.items() <= told.items() for _, told, _ in seen] == [False, True, True]
 
 
-def test_a_trial_that_is_stopped_while_it_waits_has_ended_at_once(sweep: Sweep) -> None:
+@pytest.mark.parametrize("status", [Trial.RUNNING, Trial.PAUSED])
+def test_a_trial_that_a_pausing_scheduler_stops_has_ended_at_once(status: str, sweep: Sweep) -> None:
+    sweep.callback.plan = replace(sweep.callback.plan, scheduler="race")
     sweep.start(0)
     sweep.report(0, 4, 0.5)
-    sweep.trials[0].set_status(Trial.PAUSED)
+    sweep.trials[0].set_status(status)
     sweep.callback.on_trial_complete(1, sweep.trials, sweep.trials[0])
     assert (sweep.record(0).state, sweep.service.ends) == (TrialState.STOPPED, {"trial_00000": [RunStatus.FINISHED]})
 

@@ -213,6 +213,18 @@ def test_the_duration_leaves_out_the_pauses_before_a_resume(uri: str) -> None:
     assert (run.start_ms, run.end_ms) == (1000, 1000 + 7500)
 
 
+@pytest.mark.parametrize("first", [RunStatus.FINISHED, RunStatus.KILLED])
+def test_a_run_that_has_finished_was_not_killed(first: RunStatus, uri: str) -> None:
+    """The driver of a sweep and the process of a trial that it stops both end its run, in either order."""
+    service, params = mlflow.MLflowService(uri), {"checkpoint.best_by": "eval/accuracy"}
+    run_id = service.make_run("1", "rlx", "a", parent=None, params=params, tags={"rlx.kind": "run"}, at=1000)
+    service.writer(run_id).end(first, 2000)
+    service.writer(run_id).log({"eval/accuracy": 0.5}, 4, 2500)  # the process has sent it late
+    service.writer(run_id).end(RunStatus.KILLED if first == RunStatus.FINISHED else RunStatus.FINISHED, 3000)
+    run = mlflow.get_run(uri, run_id)
+    assert (run.status, run.end_ms, run.metrics["best/eval/accuracy"]) == (RunStatus.FINISHED, 3000, 0.5)
+
+
 def test_the_machine_is_measured_by_mlflows_monitors(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = mlflow_page.SystemMetrics(interval_s=0.05)
     until = time.monotonic() + 60
