@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from rlx.config.errors import ConfigError
-from rlx.config.sections.data import GENERATED, DataConfig, EvalConfig, held_out_setting
+from rlx.config.sections.data import GENERATED, DataConfig, EvalConfig, held_out_setting, prompt_addresses
 from rlx.data import reasoning_gym
 from rlx.data.reasoning_gym import ReasoningGymSource
 from rlx.data.stored.columns import Row
-from rlx.data.stored.files import FileSource
+from rlx.data.stored.files import FileSource, check_one_split
 from rlx.data.stored.hub import HUB, HubSource, is_saved_folder
 from rlx.data.stored.source import held_out_count
 from rlx.types import AnswerCheck, Checker
@@ -84,6 +84,17 @@ def check_source(address: str, data: DataConfig, setting: str) -> None:
         ConfigError: the source cannot be used.
     """
     find_source(address).check(address, data, setting)
+
+
+def check_splits(data: DataConfig, evaluation: EvalConfig) -> None:
+    """Checks the prompts of a new run; one that has begun goes on with what it took.
+
+    Raises:
+        ConfigError: an address is a folder with files of several splits, or without any.
+    """
+    for setting, address in prompt_addresses(data, evaluation).items():
+        if find_source(address) is FILES:
+            check_one_split(address, setting)
 
 
 def first_rows(

@@ -180,7 +180,7 @@ def _check(prepared: PreparedRun, folder: Storage, resume: bool, parent: Parent 
     check_writable(folder)
     config = prepared.config
     if config.checkpoint.init_from and not (resume and checkpoint_catalog.complete_checkpoints(folder)):
-        check_start(config)
+        check_start(config, is_new=False)  # what is new has been checked: a resume reads what it read
     if resume and (config.model.lora_rank or config.resolved_reference != "none"):  # else checkpoints have all weights
         provenance.check_same_weights(folder, input_files(prepared))
     if not resume and parent is None:  # a resume and a trial keep their records until the server answers

@@ -21,6 +21,7 @@ from rlx.config.sections.data import GENERATED
 from rlx.config.sections.records import CheckpointConfig
 from rlx.config.sections.reward import SCORERS
 from rlx.config.sweep import DEFAULT_METRIC
+from rlx.data import sources
 from rlx.rewards.custom import RewardError, brief
 from rlx.storage import checkpoint_catalog, claims, signatures
 from rlx.storage.addresses import join_address, open_storage, resolve_address
@@ -364,8 +365,10 @@ def refuse_powers(name: str, folder: Storage, saved: Mapping[str, Any], override
         )
 
 
-def check_start(config: RunConfig) -> None:
-    """Raises ConfigError if a new run cannot start from the checkpoint in `checkpoint.init_from`."""
+def check_start(config: RunConfig, *, is_new: bool = True) -> None:
+    """Raises ConfigError if a run cannot start from its checkpoint, or a new one has several splits in one folder."""
+    if is_new and config.checkpoint.init_state != "all":  # which goes on with the prompts of another run
+        sources.check_splits(config.data, config.eval)
     if not config.checkpoint.init_from:
         return
     checkpoint = _complete(checkpoint_catalog.read_checkpoint(open_storage(config.checkpoint.init_from, create=False)))

@@ -297,42 +297,89 @@ def test_an_address_without_usable_files_is_refused_before_ray_starts(
     assert str(refused.value).startswith(f"eval.source {tmp_path}/{address}: {message.format(tmp_path)}")
 
 
-TRIALS = [
-    ("", ["train-00000.parquet", "test-00000.parquet"], ["/train-*.parquet", "/test-*.parquet"]),
-    ("/*", ["validation-0.csv", "test-0.csv"], ["/validation-*.csv", "/test-*.csv"]),
-    ("", ["data/train-0.parquet", "data/test-0.parquet"], ["/data/train-*.parquet", "/data/test-*.parquet"]),
-    ("/**/*.csv", ["train/a.csv", "test/b/c.csv"], ["/train/**/*.csv", "/test/**/*.csv"]),
-    ("", ["train.jsonl", "train_1.jsonl", "test.jsonl"], ["/train*.jsonl", "/test*.jsonl"]),
-    ("", ["x/a.csv", "y/b.jsonl", "y/z/c.jsonl"], ["/**/*.jsonl"]),
-    ("", ["a.csv", "b.jsonl"], ["/*.jsonl"]),
-    ("", ["a.csv", "train.jsonl", "test.jsonl"], ["/train*.jsonl", "/test*.jsonl"]),
+OTHERS = [
+    (["data/train-0.parquet", "data/test-0.parquet"], ["/data/train-*.parquet", "/data/test-*.parquet"]),
+    (["train/a.csv", "test/b/c.csv"], ["/train/**/*.csv", "/test/**/*.csv"]),
+    (["x/a.csv", "y/b.jsonl", "y/z/c.jsonl"], ["/**/*.jsonl"]),
+    (["a.csv", "b.jsonl"], ["/*.jsonl"]),
+    (["a.csv", "train.jsonl", "test.jsonl"], ["/train*.jsonl", "/test*.jsonl"]),
+]
+SPLITS = [
+    (["train-00000.parquet", "test-00000.parquet"], ["/train-*.parquet", "/test-*.parquet"]),
+    (["train.jsonl", "train_1.jsonl", "test.jsonl"], ["/train*.jsonl", "/train_*.jsonl", "/test*.jsonl"]),
+    (["train.csv", "val.csv", "validation.csv"], ["/train*.csv", "/val*.csv", "/validation*.csv"]),
+    (["train-0-of-1-0123456789abcdef.csv", "dev0.csv", "c.csv"], ["/train-*.csv", "/dev*.csv"]),
 ]
 
 
-@pytest.mark.parametrize(("pattern", "names", "named"), TRIALS)
-@pytest.mark.parametrize("folder", ["plain", "a[1]"])
-def test_files_that_are_not_one_set_are_refused_with_addresses_that_work(
-    tmp_path: Path, folder: str, pattern: str, names: list[str], named: list[str]
-) -> None:
+def put_files(folder: Path, names: list[str]) -> Path:
     for name in names:
-        (tmp_path / folder / name).parent.mkdir(exist_ok=True, parents=True)
-        WRITERS[Path(name).suffix](tmp_path / folder / name, records(0, 3))
-    place = glob.escape(f"{tmp_path}/{folder}")
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        WRITERS[Path(name).suffix](folder / name, records(0, 3))
+    return folder
+
+
+@pytest.mark.parametrize("folder", ["plain", "a[1]"])
+@pytest.mark.parametrize(("names", "named"), OTHERS)
+def test_a_folder_whose_files_cannot_be_read_as_one_is_refused_with_globs_that_work(
+    tmp_path: Path, folder: str, names: list[str], named: list[str]
+) -> None:
+    place = put_files(tmp_path / folder, names)
+    globs = [f"{glob.escape(str(place))}{each}" for each in named]
     with pytest.raises(ConfigError) as refused:
-        sources.check_source(f"{place}{pattern}" if pattern else f"{tmp_path}/{folder}", FILES, "eval.source")
-    assert str(refused.value).endswith(" " + " or ".join(f"{place}{each}" for each in named))
-    for each in named:
-        sources.check_source(f"{place}{each}", FILES, "eval.source")
+        sources.check_source(str(place), FILES, "eval.source")
+    assert str(refused.value).endswith(f" {' or '.join(globs)}")
+    for each in globs:
+        sources.check_source(each, FILES, "eval.source")
+
+
+def split_problem(address: object) -> str | None:
+    try:
+        sources.check_splits(DataConfig(source=str(address)), EvalConfig())
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("folder", ["plain", "a[1]"])
+@pytest.mark.parametrize(("names", "named"), SPLITS)
+def test_a_folder_with_several_splits_is_refused_for_a_new_run_with_globs_that_work(
+    tmp_path: Path, folder: str, names: list[str], named: list[str]
+) -> None:
+    place = put_files(tmp_path / folder, names)
+    everything, *globs = [f"{glob.escape(str(place))}{each}" for each in (f"/*{Path(names[0]).suffix}", *named)]
+    said = f"it has files of several splits; name all, {everything}, or those of one: {' or '.join(globs)}"
+    assert split_problem(place) == f"data.source {place}: {said}"
+    for each in (everything, *globs):
+        assert split_problem(each) is None
+    taken = [glob.glob(each) for each in globs]
+    assert all(len({Path(file).name[:2] for file in each}) == 1 for each in taken)  # va: val and validation
+    sources.check_source(str(place), FILES, "data.source")  # a run that has begun goes on
 
 
 @pytest.mark.parametrize(
     "names",
-    [["train.csv", "more.csv"], ["trainer.csv", "testing.csv"], ["a.csv", "b.csv"], ["test-0.csv", "test-1.csv"]],
+    [
+        ["train.csv", "more.csv"],
+        ["trainer.csv", "testing.csv"],
+        ["test-0.csv", "test-1.csv"],
+        ["train.csv", "dev-ops.csv"],
+        ["val.csv", "dev.csv"],
+    ],
 )
-def test_files_of_one_split_or_of_other_names_are_read_together(tmp_path: Path, names: list[str]) -> None:
-    for name in names:
-        WRITERS[".csv"](tmp_path / name, records(0, 3))
-    sources.check_source(str(tmp_path), FILES, "data.source")
+def test_a_folder_with_one_split_or_other_names_is_read_as_a_whole(tmp_path: Path, names: list[str]) -> None:
+    assert split_problem(put_files(tmp_path, names)) is None
+
+
+def test_an_empty_file_is_of_no_split(tmp_path: Path) -> None:
+    (put_files(tmp_path, ["train.csv"]) / "test.csv").touch()
+    assert split_problem(tmp_path) is None
+
+
+@pytest.mark.parametrize("pattern", ["t*.csv", "topics/**/*.csv"])
+def test_a_glob_takes_all_that_it_names(tmp_path: Path, pattern: str) -> None:
+    put_files(tmp_path, ["train.csv", "test.csv", "topics/train/a.csv", "topics/test/a.csv"])
+    assert split_problem(tmp_path / pattern) is None
 
 
 def test_what_may_be_a_name_on_the_hub_is_told_how_to_write_it() -> None:

@@ -358,6 +358,17 @@ def test_a_run_starts_from_a_checkpoint_that_fits(tmp_path: Path) -> None:
     run_folder.check_start(starting(place, "weights", train__steps=3, seed=9))  # its own steps, its own prompts
 
 
+def test_only_a_new_run_is_refused_for_several_splits_in_a_folder(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    place, prompts = put(tmp_path, 5).folder.path, {"data__source": str(tmp_path)}
+    for config in (from_tree(settings(**prompts)), starting(place, "weights", **prompts)):
+        assert refusal(config).startswith(f"data.source {tmp_path}: it has files of several splits")
+        run_folder.check_start(config, is_new=False)
+    place = put(tmp_path, 5, **prompts).folder.path
+    run_folder.check_start(starting(place, "all", **prompts))  # whose prompts cannot change
+
+
 @pytest.mark.parametrize(("then", "now"), [(0, 4), (4, 0), (4, 8)])
 def test_no_run_takes_weights_of_other_adapters(then: int, now: int, tmp_path: Path) -> None:
     place = put(tmp_path, 5, model__lora_rank=then).folder.path

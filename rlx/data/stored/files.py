@@ -35,8 +35,11 @@ _QUICK_BYTES = 64 * 2**20
 _GLOB = "*?["
 _FOLDERS = 200  # that are listed at most to find what a folder has below it
 _SHOWN = 6  # globs in an error
-_SPLITS = ("train", "validation", "valid", "val", "dev", "test", "eval")
-"""names of files and folders of data sets begin with these"""
+_HELD_OUT = dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+_SPLITS = {"train": "train"} | _HELD_OUT | {"test": "test", "eval": "eval"}
+"""splits by the names that files and folders of data sets have for them"""
+_OF_SPLIT = re.compile(rf"({'|'.join(_SPLITS)})([-_]?)(\d+(-of-\d+)?(-[0-9a-f]{{16}})?)?")
+"""name of a file of a data set on the hub, without its suffix; dev-ops is none"""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def find_files(address: str, setting: str) -> tuple[fs.FileSystem, list[PromptFi
         setting: the setting that has the address, for errors.
 
     Raises:
-        ConfigError: there are none, or they have several formats, or are of several splits, or all are empty.
+        ConfigError: there are none, or they have several formats, or all are empty.
     """
     place = _Place.open(address, setting)
     try:
@@ -132,6 +135,21 @@ def find_files(address: str, setting: str) -> tuple[fs.FileSystem, list[PromptFi
         hints = where_looked(address) + _hub_name(address) if kind == fs.FileType.NotFound else ""
         raise ConfigError(f"{setting} {address}: {problem}{hints}")
     return place.filesystem, found
+
+
+def check_one_split(address: str, setting: str) -> None:
+    """Checks that an address is not a folder with files of several splits; a glob says itself what to read.
+
+    Raises:
+        ConfigError: it is one, or `find_files` raises it.
+    """
+    place = _Place.open(address, setting)
+    _, files = find_files(address, setting)
+    is_folder = place.filesystem.get_file_info(place.path).type == fs.FileType.Directory
+    if is_folder and (globs := _split_globs(files, place)):
+        everything = place.glob(place.path, f"*{_suffix(files[0])}")
+        problem = f"it has files of several splits; name all, {everything}, or those of one"
+        raise ConfigError(f"{setting} {address}: {problem}: {globs}")
 
 
 @dataclass(frozen=True)
@@ -176,7 +194,7 @@ def _problem(files: Sequence[PromptFile], kind: fs.FileType, place: _Place) -> s
     if len(suffixes) > 1:
         return f"it has {' and '.join(suffixes)} files; name those of one format{_of_one_format(files, kind, place)}"
     if files:
-        return _split_problem(files, place) if any(file.size for file in files) else NO_ROWS
+        return None if any(file.size for file in files) else NO_ROWS
     if kind == fs.FileType.Directory:
         return f"the folder has no file ending in {known}{_below(place)}"
     if _is_glob(path):
@@ -217,23 +235,17 @@ def _main_format(files: Sequence[PromptFile]) -> list[PromptFile]:
     return [file for file in files if _suffix(file) == sizes.most_common(1)[0][0]]
 
 
-def _split_problem(files: Sequence[PromptFile], place: _Place) -> str | None:
-    globs = _split_globs(files, place)
-    return f"it has files of several splits; name those of one: {globs}" if globs else None
-
-
 def _split_globs(files: Sequence[PromptFile], place: _Place) -> str:
-    """Names the files of each split, by the names of files and folders; empty if they are not of several splits."""
-    names = place.path.split("/")
-    fixed = next((number for number, name in enumerate(names) if _is_glob(name)), len(names))
-    found = [split for file in files if (split := _split_of(file, fixed))]
+    """Names the files of each split in a folder, by their names; empty if they are not of several splits."""
+    start = len(place.path.split("/"))
+    found = [split for file in files if file.size and (split := _split_of(file, start))]
     globs = list(dict.fromkeys(place.glob(folder, pattern) for _, folder, pattern in sorted(found)))
     shown = [*globs[:_SHOWN], "..."] if len(globs) > _SHOWN else globs
     return " or ".join(shown) if len({split for split, *_ in found}) > 1 else ""
 
 
 def _split_of(file: PromptFile, start: int) -> tuple[int, str, str] | None:
-    """Returns which split a file is of, and the folder and the pattern that name its files; None if nothing says so.
+    """Returns the number of a file's split, and the folder and the pattern that name its files; None without a split.
 
     Args:
         start: number of the first name in its path that may say so.
@@ -241,10 +253,14 @@ def _split_of(file: PromptFile, start: int) -> tuple[int, str, str] | None:
     *folders, name = names = file.path.split("/")
     for depth in range(start, len(folders)):
         if names[depth] in _SPLITS:
-            return _SPLITS.index(names[depth]), "/".join(names[: depth + 1]), f"**/*{_suffix(file)}"
-    if match := re.match(rf"({'|'.join(_SPLITS)})(-|(?![a-zA-Z]))", name):
-        return _SPLITS.index(match[1]), "/".join(folders), f"{match[0]}*{_suffix(file)}"
+            return _number(names[depth]), "/".join(names[: depth + 1]), f"**/*{_suffix(file)}"
+    if match := _OF_SPLIT.fullmatch(name[: -len(_suffix(file))]):
+        return _number(match[1]), "/".join(folders), f"{match[1]}{match[2]}*{_suffix(file)}"
     return None
+
+
+def _number(name: str) -> int:
+    return list(_SPLITS.values()).index(_SPLITS[name])
 
 
 def _suffix(file: PromptFile) -> str:
