@@ -130,6 +130,12 @@ def test_a_value_that_is_refused_is_of_the_file_or_of_what_overrides_it(tmp_path
         train.new_config(str(file), {"eval.every": "none"})
     with pytest.raises(rlx.ConfigError, match=r"^overrides: eval\.every = -1"):
         rlx.load_config(file, {"eval.every": -1})
+    alone = {"algorithm.advantage": "grpo", "train.samples_per_prompt": 1}
+    with pytest.raises(rlx.ConfigError, match=r"^overrides: algorithm\.advantage grpo compares"):
+        rlx.load_config(file, alone)
+    file.write_text("algorithm: {advantage: grpo}\ntrain: {samples_per_prompt: 1}")
+    with pytest.raises(rlx.ConfigError, match=rf"^{file}: algorithm\.advantage grpo compares"):
+        rlx.load_config(file, {"train.steps": 4})
     file.write_text("eval: {every: none}")
     with pytest.raises(rlx.ConfigError, match=rf"^{file}: eval\.every = 'none'"):
         rlx.load_config(file, {"eval.num_prompts": 4})
@@ -186,6 +192,12 @@ async def late(metrics: object, checkpoint: object) -> None:
     """What nothing awaits."""
 
 
+class Late:
+    """An object whose call nothing awaits."""
+
+    async def __call__(self, metrics: object, checkpoint: object) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("on_report", "said"),
     [
@@ -193,6 +205,7 @@ async def late(metrics: object, checkpoint: object) -> None:
         (lambda: None, ": too many positional arguments"),
         (lambda metrics, checkpoint, step: None, ": missing a required argument: 'step'"),
         (late, ", not an async one: nothing awaits it"),
+        (Late(), ", not an async one: nothing awaits it"),
     ],
 )
 def test_what_cannot_be_called_after_a_step_is_refused_before_a_run_has_its_name(

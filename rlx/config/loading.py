@@ -56,9 +56,15 @@ def from_tree(
     except ValidationError as error:
         # A name that is not known says more than the one that is missing for it.
         first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
-        key = ".".join(str(part) for part in first["loc"])
-        is_given = any(f"{key}.".startswith(f"{each}.") for each in given)
-        raise ConfigError(f"{giver if is_given else origin}: {_explain(first)}") from None
+        raise ConfigError(f"{giver if _is_about(first, given) else origin}: {_explain(first)}") from None
+
+
+def _is_about(error: ErrorDetails, given: Collection[str]) -> bool:
+    """Whether an error is about the value of a key or, if settings do not go together, names the setting of one."""
+    key = ".".join(str(part) for part in error["loc"])
+    if key and key not in sections():
+        return any(f"{key}.".startswith(f"{each}.") for each in given)
+    return any(re.search(rf"(?<![\w.]){re.escape(each)}(?!\w)", error["msg"]) for each in given)
 
 
 def steps_differ_in(tree: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:

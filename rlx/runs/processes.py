@@ -295,7 +295,7 @@ def check_on_report(on_report: object) -> None:
         return
     if not callable(on_report):
         raise ConfigError(f"{expected}, not {type(on_report).__name__}")
-    if inspect.iscoroutinefunction(on_report):
+    if any(map(inspect.iscoroutinefunction, (on_report, type(on_report).__call__))):
         raise ConfigError(f"{expected}, not an async one: nothing awaits it")
     try:
         signature = inspect.signature(on_report)
