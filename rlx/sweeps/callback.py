@@ -22,9 +22,11 @@ from ray.autoscaler.sdk import request_resources
 from ray.tune.experiment import Trial
 
 from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections.base import flatten
 from rlx.config.sweep import DEFAULT_METRIC, PROGRESS
 from rlx.runs import run_folder
+from rlx.runs.preflight import absolute_paths
 from rlx.storage.filesystem import Storage
 from rlx.sweeps.choices import PAUSING
 from rlx.sweeps.records import SweepPlan, TrialRecords, TrialState, resuming
@@ -278,7 +280,8 @@ def _tracked_settings(plan: SweepPlan, settings: Mapping[str, Any], attempt: Att
     """Returns the settings of a trial by dotted key, as a run that begins records them, so that the analysis knows the
     seeds of one setting; those that do not go together are as the search has chosen them."""
     try:
-        return flatten(attempt_config(plan, settings, attempt))
+        config = attempt_config(plan, settings, attempt)
+        return flatten(from_tree(with_overrides(config.model_dump(exclude_unset=True), absolute_paths(config))))
     except ConfigError:
         return {**flatten(plan.config), **settings, "name": f"{plan.name}.{attempt.name}"}
 

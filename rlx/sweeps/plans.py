@@ -289,7 +289,7 @@ def _create_mlflow_run(plan: SweepPlan, folder: Storage, space: Space) -> None:
     options |= {"budget": plan.budget} if plan.budget else {}
     options |= {"rung_by": plan.rung_by} if plan.rung_by != "steps" else {}
     planned = planned_cost(plan, space)._asdict() | {"gpus": plan.gpus}
-    with record_of(plan, folder) as record:
+    with record_of(plan.tracking, folder) as record:
         record.open(
             plan.config.tracking.experiment,
             plan.name,

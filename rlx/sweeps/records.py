@@ -134,9 +134,9 @@ def refuse_existing(folder: Storage) -> None:
 
 
 @contextmanager
-def record_of(plan: SweepPlan, folder: Storage) -> Iterator[OutboxTracker]:
-    """Gives the tracker of the sweep's own MLflow run, and waits until it has sent everything."""
-    tracker = OutboxTracker(plan.tracking, folder, "driver")
+def record_of(tracking: Sequence[TrackingService], folder: Storage) -> Iterator[OutboxTracker]:
+    """Gives the tracker of the MLflow run of a sweep or of a trial's run, and waits until it has sent everything."""
+    tracker = OutboxTracker(tracking, folder, "driver")
     try:
         yield tracker
     finally:
@@ -145,14 +145,14 @@ def record_of(plan: SweepPlan, folder: Storage) -> Iterator[OutboxTracker]:
 
 def reopen_record(plan: SweepPlan, folder: Storage) -> None:
     """Says in the tracking services that a sweep goes on."""
-    with record_of(plan, folder) as record:
+    with record_of(plan.tracking, folder) as record:
         record.open(plan.config.tracking.experiment, plan.name, params={}, tags={})
 
 
 def end_dead_record(plan: SweepPlan, folder: Storage) -> None:
     """Ends the MLflow run of a start of this name that was killed before it wrote its plan; the next has its own."""
     if outbox.run_id(folder):
-        with record_of(plan, folder) as record:
+        with record_of(plan.tracking, folder) as record:
             record.end(RunStatus.KILLED)
     for left in ("run.json", "outbox"):
         (folder / left).delete()
@@ -164,7 +164,7 @@ def ending_record(plan: SweepPlan, folder: Storage) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        with record_of(plan, folder) as record:
+        with record_of(plan.tracking, folder) as record:
             record.end(RunStatus.KILLED if isinstance(error, KeyboardInterrupt) else RunStatus.FAILED)
         raise
 

@@ -38,15 +38,13 @@ from rlx.storage.checkpoint_catalog import checkpoint_name, complete_checkpoints
 from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import Signer
 from rlx.sweeps.choices import PAUSING
-from rlx.sweeps.records import SweepPlan, TrialRecord
+from rlx.sweeps.records import SweepPlan, TrialRecord, record_of
 from rlx.tracking.base import RunStatus, TrackingService
-from rlx.tracking.tracker import OutboxTracker
 from rlx.types import OnReport
 
 _FAILURE = "failed.txt"
 _NODE_ID = "ray.io/node-id"  # Ray's label of every node
 _START = ("checkpoint.init_from", "checkpoint.init_state")
-_PATIENCE_S = 10.0  # longest wait for the tracking service
 _END_S = 120.0  # longest wait for the end of a run that has reported its last step, or was stopped
 
 
@@ -305,7 +303,7 @@ def _prepared(
 
 
 def attempt_config(plan: SweepPlan, settings: Mapping[str, Any], attempt: Attempt) -> RunConfig:
-    """Returns the config of a trial's run; its paths are absolute.
+    """Returns the config of a trial's run; `preflight.prepare` makes its paths absolute.
 
     Args:
         settings: those that the search has chosen, by dotted key.
@@ -314,16 +312,14 @@ def attempt_config(plan: SweepPlan, settings: Mapping[str, Any], attempt: Attemp
         ConfigError: the settings do not go together.
     """
     overrides = {**settings, **attempt.start, "name": f"{plan.name}.{attempt.name}"}
-    config = from_tree(with_overrides(plan.tree, overrides))
-    return from_tree(with_overrides(config.model_dump(exclude_unset=True), preflight.absolute_paths(config)))
+    return from_tree(with_overrides(plan.tree, overrides))
 
 
 def finish_run(folder: Storage, tracking: Sequence[TrackingService]) -> None:
     """Ends what a run of a trial has in tracking services: the trial goes on with another one."""
     if holds_run(folder):
-        tracker = OutboxTracker(tracking, folder, "driver")
-        tracker.end(RunStatus.FINISHED)
-        tracker.close(_PATIENCE_S)
+        with record_of(tracking, folder) as record:
+            record.end(RunStatus.FINISHED)
 
 
 def failure_of(folder: Storage) -> str | None:

@@ -115,7 +115,7 @@ def _keep_race(plan: SweepPlan, folder: Storage) -> None:
     """Keeps the lines of a race with the sweep's record, once all trials have ended."""
     results = TrialRecords(folder).all() if plan.scheduler == "race" else {}
     if results and _is_whole(plan, results):
-        with record_of(plan, folder) as record:
+        with record_of(plan.tracking, folder) as record:
             record.log_text(RACE_FILE, "\n".join(race_lines(plan, results)))
 
 
