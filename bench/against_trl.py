@@ -24,9 +24,10 @@ import os
 import re
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import alike
@@ -53,14 +54,24 @@ CPU = workload.CPU | {
 # With twice as much TRL 1.16 runs out of an H200's memory.
 GPU = workload.GPU | {"train.micro_batch_tokens": 24_576}
 
+
+class Way(NamedTuple):
+    """Settings of TRL that no setting of rlx decides, and that cost or gain it speed."""
+
+    given: dict[str, Any]
+    environment: Mapping[str, str] = MappingProxyType({})
+
+
 LIGER = {"use_liger_kernel": True}  # its kernels for norms, SwiGLU and rotary embeddings; its losses fit no GRPO of TRL
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "liger": LIGER,
-    "compiled": {"torch_compile": True},
-    "liger, bfloat16 weights": LIGER | {"model_init_kwargs": {"dtype": "bfloat16"}},
+WAYS = {
+    "plain": Way({}),
+    "liger": Way(LIGER),
+    "compiled": Way({"torch_compile": True}),
+    "liger, newer runner": Way(LIGER, alike.NEWER_RUNNER),
+    "liger, newer runner, compiled": Way(LIGER | {"torch_compile": True}, alike.NEWER_RUNNER),
+    "liger, bfloat16 weights": Way(LIGER | {"model_init_kwargs": {"dtype": "bfloat16"}}),
 }
-"""settings of TRL that no setting of rlx decides, and that cost or gain it speed"""
+"""of its trainer on policy"""
 
 
 class Ahead(NamedTuple):
@@ -68,11 +79,10 @@ class Ahead(NamedTuple):
 
     trainer: dict[str, Any]
     server: list[str]
-    environment: dict[str, str]
+    environment: Mapping[str, str]
 
 
-# With its older runner vLLM 0.24 samples requests with seeds, which TRL's are, one by one; rlx asks for the newer one.
-_NEWER = Ahead({}, ["--api-server-count", "4"], {"VLLM_USE_V2_MODEL_RUNNER": "1"})
+_NEWER = Ahead({}, ["--api-server-count", "4"], alike.NEWER_RUNNER)
 AHEAD = {
     "plain": Ahead({}, [], {}),
     "four front ends": _NEWER._replace(environment={}),
@@ -166,7 +176,9 @@ def in_each_way(
 
 def by_trl(config: RunConfig, path: str, prompts: alike.Prompts, way: str) -> Measured:
     """TRL's counted steps on policy, in a process with the resources of an engine and a worker."""
-    measured: Measured = _alone(config, trl_runs.on_policy, path, arguments(config) | WAYS[way], prompts)
+    own = WAYS[way]
+    words = path, arguments(config) | own.given, prompts
+    measured: Measured = _alone(config, trl_runs.on_policy, *words, environment=own.environment)
     workload.say_drawn(f"TRL, {way}", measured)
     return measured[workload.WARM :]
 
@@ -190,16 +202,17 @@ def by_trl_ahead(out: Path) -> Trl:
     return run
 
 
-def _alone(config: RunConfig, run: Callable[..., Any], *words: Any) -> Any:
+def _alone(
+    config: RunConfig, run: Callable[..., Any], *words: Any, environment: Mapping[str, str] = MappingProxyType({})
+) -> Any:
     """What a function returns in a process of its own, with the resources of an engine and a worker."""
     import ray
 
     from rlx.cluster.resources import plan_resources
 
     cpus = max(1, round(plan_resources(config).total().get("CPU", 1.0)))
-    process: Any = ray.remote(max_calls=1)(run).options(
-        num_cpus=cpus, num_gpus=alike.gpus(config), runtime_env={"env_vars": {"OMP_NUM_THREADS": str(cpus)}}
-    )
+    own = {"env_vars": {"OMP_NUM_THREADS": str(cpus), **environment}}
+    process: Any = ray.remote(max_calls=1)(run).options(num_cpus=cpus, num_gpus=alike.gpus(config), runtime_env=own)
     return ray.get(process.remote(*words))
 
 

@@ -9,8 +9,8 @@ command in processes of its own; its engines and its trainer take turns on each 
 --asleep one after the other, as a model needs that fills it. With --ahead, on two GPUs or more, both generate one step
 ahead, veRL by its asynchronous trainer (separate_async). It has as many GPUs as rlx. It asks for other versions than
 rlx, so it lies in a folder of its own with what only it needs (docs/performance.md), which `--verl` names. What it is
-given is in verl_settings.py. Its own ways stay: no seeds for requests, entropies with the old log-probabilities, vLLM's
-model runner as vLLM chooses. Left out: models that end a response by themselves, as veRL's are as long as may be.
+given is in verl_settings.py. Its own ways stay: no seeds for requests, entropies with the old log-probabilities. Left
+out: models that end a response by themselves, as veRL's are as long as may be.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import alike
 import table
 import workload
 from rollout import described
-from verl_settings import AGGREGATIONS, ASLEEP, FIXED, WAYS, models, overrides
+from verl_settings import AGGREGATIONS, ASLEEP, ENVIRONMENTS, FIXED, WAYS, models, overrides
 
 from rlx.cli.options import exit_code
 from rlx.config.errors import ConfigError
@@ -171,7 +171,8 @@ def by_verl(
     with tempfile.TemporaryDirectory() as place, open(log_file(out, way), "w", buffering=1) as log:
         given = FIXED | (ASLEEP if asleep else {}) | overrides(config) | models(config, way)
         given |= files(Path(place), path, prompts)
-        with closing(printed([f"{key}={value}" for key, value in given.items()], folder)) as lines:
+        own = environment(folder) | ENVIRONMENTS.get(way, {})
+        with closing(printed([f"{key}={value}" for key, value in given.items()], own)) as lines:
             while len(steps) < wanted and (line := next(lines, "")):
                 log.write(line)
                 if found := metrics(line, alike.completions(config)):
@@ -196,15 +197,15 @@ def metrics(line: str, completions: int) -> dict[str, float]:
     return found | {"tokens/s": found["response_length/mean"] * completions / found["timing_s/step"]}
 
 
-def printed(given: Sequence[str], folder: str | None) -> Generator[str, None, None]:
-    """Runs veRL and gives its lines as they come; nothing of it is left when this ends."""
+def printed(given: Sequence[str], own: Mapping[str, str]) -> Generator[str, None, None]:
+    """Runs veRL in an environment of its own and gives its lines as they come; nothing of it is left when this ends."""
     process = subprocess.Popen(
         [sys.executable, "-m", "verl.trainer.main_ppo", *given],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=environment(folder),
+        env=own,
         start_new_session=True,
     )
     end, is_lost = threading.Timer(_PATIENCE_S, os.killpg, (process.pid, signal.SIGKILL)), False

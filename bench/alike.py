@@ -38,6 +38,9 @@ _ALIKE: dict[str, Any] = {
 _ON_POLICY: dict[str, Any] = {"rollout.max_staleness": 0, "algorithm.old_logprobs": "recomputed"}
 AHEAD: dict[str, Any] = {"rollout.max_staleness": 1, "algorithm.old_logprobs": "rollout"}
 """rlx's settings one step ahead, with the engines' log-probabilities taken for those of the policy"""
+NEWER_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+"""has any vLLM take its newer model runner, for which rlx asks itself. The older one of 0.24 samples requests with
+seeds, which TRL's asynchronous ones are, one by one"""
 
 
 def check(config: RunConfig, other: str, has_ppo: bool = False, has_gpus: bool = False, is_ahead: bool = False) -> None:

@@ -79,6 +79,7 @@ _PADDED = {"use_remove_padding": False, "+override_config.attn_implementation": 
 _TRITON, _TORCH = ({"fused_kernel_options.impl_backend": head} for head in ("triton", "torch"))
 WAYS: dict[str, dict[str, Any]] = {
     "packed, liger": _PACKED | _TRITON | {"use_liger": True},
+    "packed, liger, newer runner": _PACKED | _TRITON | {"use_liger": True},
     "packed": _PACKED | _TRITON,
     "packed, torch's head": _PACKED | _TORCH,
     "padded": _PADDED | _TORCH,  # Triton's head fails with padding
@@ -86,6 +87,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "packed, liger, all logits": _PACKED | {"use_liger": True, "use_fused_kernels": False},
 }
 """settings of veRL's models that no setting of rlx decides, and that cost or gain it speed"""
+ENVIRONMENTS = {"packed, liger, newer runner": alike.NEWER_RUNNER}
+"""what veRL's processes have besides in a way"""
 _WIDER = 2
 """times the tokens of a micro-batch where no gradients are kept; with 4 it runs out of 80 GiB"""
 
