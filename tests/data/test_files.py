@@ -2,6 +2,7 @@
 
 import glob
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -298,24 +299,26 @@ def test_an_address_without_usable_files_is_refused_before_ray_starts(
 
 
 OTHERS = [
-    (["data/train-0.parquet", "data/test-0.parquet"], ["/data/train-*.parquet", "/data/test-*.parquet"]),
+    (["data/train-0.parquet", "data/test-0.parquet"], ["/data/train-[0-9]*.parquet", "/data/test-[0-9]*.parquet"]),
     (["train/a.csv", "test/b/c.csv"], ["/train/**/*.csv", "/test/**/*.csv"]),
     (["x/a.csv", "y/b.jsonl", "y/z/c.jsonl"], ["/**/*.jsonl"]),
     (["a.csv", "b.jsonl"], ["/*.jsonl"]),
-    (["a.csv", "train.jsonl", "test.jsonl"], ["/train*.jsonl", "/test*.jsonl"]),
+    (["a.csv", "train.jsonl", "test.jsonl"], ["/train.jsonl", "/test.jsonl"]),
 ]
 SPLITS = [
-    (["train-00000.parquet", "test-00000.parquet"], ["/train-*.parquet", "/test-*.parquet"]),
-    (["train.jsonl", "train_1.jsonl", "test.jsonl"], ["/train*.jsonl", "/train_*.jsonl", "/test*.jsonl"]),
-    (["train.csv", "val.csv", "validation.csv"], ["/train*.csv", "/val*.csv", "/validation*.csv"]),
-    (["train-0-of-1-0123456789abcdef.csv", "dev0.csv", "c.csv"], ["/train-*.csv", "/dev*.csv"]),
+    (["train-00000.parquet", "test-00000.parquet"], ["/train-[0-9]*.parquet", "/test-[0-9]*.parquet"]),
+    (["train.jsonl", "train_1.jsonl", "test.jsonl"], ["/train.jsonl", "/train_[0-9]*.jsonl", "/test.jsonl"]),
+    (["train.csv", "val.csv", "validation.csv"], ["/train.csv", "/val.csv", "/validation.csv"]),
+    (["train-0-of-1-0123456789abcdef.csv", "dev0.csv", "c.csv"], ["/train-[0-9]*.csv", "/dev[0-9]*.csv"]),
+    (["train.csv", "training-notes.csv", "test.CSV"], ["/train.csv", "/test.CSV"]),
+    (["train-0.csv", "train-1.csv", "train-2-notes.csv", "test.csv"], ["/train-0.csv", "/train-1.csv", "/test.csv"]),
 ]
 
 
 def put_files(folder: Path, names: list[str]) -> Path:
     for name in names:
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
-        WRITERS[Path(name).suffix](folder / name, records(0, 3))
+        WRITERS[Path(name).suffix.lower()](folder / name, records(0, 3))
     return folder
 
 
@@ -353,7 +356,8 @@ def test_a_folder_with_several_splits_is_refused_for_a_new_run_with_globs_that_w
     for each in (everything, *globs):
         assert split_problem(each) is None
     taken = [glob.glob(each) for each in globs]
-    assert all(len({Path(file).name[:2] for file in each}) == 1 for each in taken)  # va: val and validation
+    assert all(each and len({re.split("[-_.0-9]", Path(file).name)[0] for file in each}) == 1 for each in taken)
+    assert not [file for each in taken for file in each if "notes" in file]
     sources.check_source(str(place), FILES, "data.source")  # a run that has begun goes on
 
 

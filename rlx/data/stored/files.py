@@ -238,10 +238,15 @@ def _main_format(files: Sequence[PromptFile]) -> list[PromptFile]:
 def _split_globs(files: Sequence[PromptFile], place: _Place) -> str:
     """Names the files of each split in a folder, by their names; empty if they are not of several splits."""
     start = len(place.path.split("/"))
-    found = [split for file in files if file.size and (split := _split_of(file, start))]
-    globs = list(dict.fromkeys(place.glob(folder, pattern) for _, folder, pattern in sorted(found)))
-    shown = [*globs[:_SHOWN], "..."] if len(globs) > _SHOWN else globs
-    return " or ".join(shown) if len({split for split, *_ in found}) > 1 else ""
+    found = [(split, file) for file in files if file.size and (split := _split_of(file, start))]
+    others = [file.path.split("/") for file in files if not _split_of(file, start)]
+    globs = dict[str, None]()
+    for (_, folder, pattern), file in sorted(found, key=lambda each: each[0]):
+        whole = f"{glob.escape(folder)}/{pattern}".split("/")
+        is_exact = not any(_is_match(path, whole) for path in others)
+        globs[place.glob(folder, pattern if is_exact else file.path.rpartition("/")[2])] = None
+    shown = [*list(globs)[:_SHOWN], "..."] if len(globs) > _SHOWN else globs
+    return " or ".join(shown) if len({split for (split, *_), _ in found}) > 1 else ""
 
 
 def _split_of(file: PromptFile, start: int) -> tuple[int, str, str] | None:
@@ -254,8 +259,10 @@ def _split_of(file: PromptFile, start: int) -> tuple[int, str, str] | None:
     for depth in range(start, len(folders)):
         if names[depth] in _SPLITS:
             return _number(names[depth]), "/".join(names[: depth + 1]), f"**/*{_suffix(file)}"
-    if match := _OF_SPLIT.fullmatch(name[: -len(_suffix(file))]):
-        return _number(match[1]), "/".join(folders), f"{match[1]}{match[2]}*{_suffix(file)}"
+    stem = name[: -len(_suffix(file))]
+    if match := _OF_SPLIT.fullmatch(stem):
+        pattern = f"{match[1]}{match[2]}[0-9]*" if match[3] else stem
+        return _number(match[1]), "/".join(folders), f"{pattern}{name[len(stem) :]}"
     return None
 
 
