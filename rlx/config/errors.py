@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import difflib
 import os
+import reprlib
 from collections.abc import Collection, Sequence
+from typing import Any
 
+_SHOWN_CHARACTERS = 300
 _CALLED = {
     # how much is trained, and on what at once
     "train.steps": "max_steps total_training_steps num_training_steps max_train_steps training_iteration",
@@ -191,6 +194,16 @@ class ConfigError(ValueError):
 def one_line(error: BaseException, limit: int | None = None) -> str:
     """The message of an error without line breaks, or its first `limit` characters."""
     return " ".join(str(error).split())[:limit]
+
+
+def shortened(value: Any) -> str:
+    """A value as text of limited length: a few lines of YAML aliases can expand to millions of numbers."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = 200
+    try:
+        return short.repr(value)[:_SHOWN_CHARACTERS]
+    except ValueError:
+        return "a number too long to show"
 
 
 def printable(text: str) -> str:

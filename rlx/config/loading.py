@@ -10,9 +10,8 @@ import copy
 import glob
 import os
 import re
-import reprlib
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,12 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rlx.config.addresses import any_secret, may_be_on_hub
-from rlx.config.errors import ConfigError, called_here, nearest, one_line
-from rlx.config.run import RunConfig, dotted_keys, is_dict, sections, setting_keys, settings
+from rlx.config.errors import ConfigError, one_line, shortened
+from rlx.config.run import RunConfig, dotted_keys, explained, first_mistake, is_dict, sections, settings
 from rlx.config.sections.base import flatten
 from rlx.config.sections.data import DEFAULT_SOURCE, DataConfig, EvalConfig, prompt_addresses
 from rlx.config.sections.model import ModelConfig
 
-_QUOTED = r"'([^']*)'"
-_UNSPACED = re.compile(r"(.+:)[-+.\d]\S*")  # an entry such as numeric:1, which YAML takes for a name alone
-_SHOWN_CHARACTERS = 300
 _MOST_VALUES = 100_000
 _MOVING = ("checkpoint.", "tracking.", "name", "storage", "ray_address", "wait_for_resources", "train.steps")
 """what a resume changes without changing what a step computes; train.steps only moves the end"""
@@ -54,9 +50,9 @@ def from_tree(
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        # A name that is not known says more than the one that is missing for it.
-        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
-        raise ConfigError(f"{giver if _is_about(first, given) else origin}: {_explain(first)}") from None
+        mistake = first_mistake(error)
+        problem = _in_brackets(mistake["input"]) if mistake["type"] in _NOT_OF_TEXT else None
+        raise ConfigError(f"{giver if _is_about(mistake, given) else origin}: {explained(mistake, problem)}") from None
 
 
 def _is_about(error: ErrorDetails, given: Collection[str]) -> bool:
@@ -203,7 +199,7 @@ def with_overrides(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
                 node[parent] = _default_entries(prefix, node)
             node = node[parent]
             if not isinstance(node, dict):
-                raise ConfigError(f"{key}: {prefix} is {_shorten(node)}, which has no entries")
+                raise ConfigError(f"{key}: {prefix} is {shortened(node)}, which has no entries")
         node[last] = _deep_copy(overrides[key])
     return merged
 
@@ -223,7 +219,7 @@ def _in_dots(section: str, value: object) -> str:
     """The settings in a section's mapping as overrides, where they can be shown."""
     if not isinstance(value, Mapping) or not value or any_secret(value):
         return ""
-    return f": overrides={_shorten({f'{section}.{name}': each for name, each in value.items()})}"
+    return f": overrides={shortened({f'{section}.{name}': each for name, each in value.items()})}"
 
 
 def setting_at(flat: Mapping[str, Any], key: str) -> Any:
@@ -251,50 +247,6 @@ def _deep_copy(value: Any) -> Any:
         raise ConfigError("settings are nested too deeply") from None
 
 
-def _shorten(value: Any) -> str:
-    """A value as text of limited length: a few lines of YAML aliases can expand to millions of numbers."""
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = short.maxlong = 200
-    try:
-        return short.repr(value)[:_SHOWN_CHARACTERS]
-    except ValueError:
-        return "a number too long to show"
-
-
-def _explain(error: ErrorDetails) -> str:
-    """The message for one error of pydantic, with the dotted key and the value where these are safe to show."""
-    key = ".".join(str(part) for part in error["loc"])
-    value = error["input"]
-    if error["type"] == "extra_forbidden":
-        return f"unknown setting {key}{_meant(key, error['loc'])}"
-    if error["type"] == "missing":
-        return f"{key} is missing"
-    if error["type"] in _NOT_OF_TEXT and (problem := _in_brackets(value)):
-        message = problem
-    elif value is None and (entry := _UNSPACED.fullmatch(str(error["loc"][-1]))):
-        message = f"a space is missing after {entry[1]}"
-    elif error["type"] == "model_type":
-        inside = next((name for name in settings() if name.startswith(f"{key}.")), f"{key}.source")
-        message = f"expected a section of settings, such as {inside}"
-    elif error["type"] == "dict_type":
-        message = f"expected entries, such as {key}.NAME 1"
-    elif error["type"] == "tuple_type":
-        message = "expected a list, such as [a, b]"
-    elif error["type"] == "too_long":
-        message = f"expected at most {error['ctx']['max_length']} values, found {error['ctx']['actual_length']}"
-    elif error["type"] == "literal_error":
-        expected = error["ctx"]["expected"]
-        message = f"expected {expected}{nearest(str(value).lower(), re.findall(_QUOTED, expected))}"
-    elif error["type"] == "int_parsing":
-        message = f"expected a whole number{_in_digits(value)}"
-    else:
-        message = error["msg"].removeprefix("Value error, ")
-    if not key or (isinstance(value, dict) and key in sections()):  # a section may hold an address with a password
-        return message
-    shown = "" if any_secret(value) else f" = {_shorten(value)}"
-    return f"{key}{shown}: {message[0].lower()}{message[1:]}"
-
-
 def _in_brackets(value: Any) -> str | None:
     """What is wrong with a list or a mapping that has remained text; None for anything else."""
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
@@ -305,38 +257,6 @@ def _in_brackets(value: Any) -> str | None:
         is_open = sum(map(value.count, "[{")) > sum(map(value.count, "]}"))
         return "a bracket is not closed" if is_open else str(error)
     return "remove the quotes, which make it a text"
-
-
-def _meant(key: str, location: Sequence[int | str]) -> str:
-    """What an unknown setting may mean: one that other libraries call so, or the nearest one."""
-    if key in settings():  # as one word with dots
-        section, _, name = key.rpartition(".")
-        return f": write it below its section, {section}: {{{name}: ...}}"
-    name, colon, _ = str(location[-1]).partition(":")
-    if colon:
-        return f": YAML wants a space after {name}:"
-    here, note = called_here(key, settings())
-    if here:
-        return f"; here it is {here}{note}"
-    return nearest(key, [*_item_keys(location), *setting_keys(), *sections()])
-
-
-def _item_keys(location: Sequence[int | str]) -> list[str]:
-    """The keys of an item of a setting that is a list, such as data.sources.0.weight, if a location is within one."""
-    section, setting, *item = [*location, "", ""][:3]
-    field = settings().get(f"{section}.{setting}")
-    if field is None or not item or not isinstance(item[0], int):
-        return []
-    kind = typing.get_args(field.annotation)[0]
-    return [f"{section}.{setting}.{item[0]}.{name}" for name in getattr(kind, "model_fields", ())]
-
-
-def _in_digits(value: Any) -> str:
-    """A hint for a number that is written like 1e3, which YAML takes for text."""
-    try:
-        return f"; write {int(float(value))}" if float(value).is_integer() else ""
-    except (ValueError, TypeError, OverflowError):
-        return ""
 
 
 def _default_entries(key: str, section: dict[str, Any]) -> dict[str, Any]:

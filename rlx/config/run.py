@@ -1,4 +1,4 @@
-"""The settings of a run as one tree, and the dotted keys of all settings.
+"""The settings of a run as one tree, the dotted keys of all settings, and what errors say of them.
 
 Left out: the settings themselves (rlx.config.sections), the rules between them (rules), reading them (loading).
 """
@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import typing
-from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import pydantic
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from rlx.config import prompt_rules, rules
-from rlx.config.addresses import Address
+from rlx.config.addresses import Address, any_secret
 from rlx.config.defaults import default_filter, following_defaults
+from rlx.config.errors import ConfigError, called_here, nearest, shortened
 from rlx.config.sections import needs, schedule
 from rlx.config.sections.algorithm import AlgorithmConfig
 from rlx.config.sections.base import Section, flatten
@@ -31,6 +34,8 @@ from rlx.config.sections.schedule import NumberSchedule
 from rlx.config.sections.train import TrainConfig
 
 _STEPS_TO_COMPILE = 100
+_QUOTED = r"'([^']*)'"
+_UNSPACED = re.compile(r"(.+:)[-+.\d]\S*")  # an entry such as numeric:1, which YAML takes for a name alone
 _CHANGING = ("algorithm", "train", "rollout")
 """the sections that may have schedules"""
 
@@ -39,7 +44,11 @@ RUN_NAME, LONGEST_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$", 128
 
 
 class RunConfig(Section):
-    """All settings of a run; a copy is saved in the run's folder."""
+    """All settings of a run; a copy is saved in the run's folder.
+
+    Raises:
+        ConfigError: an unknown setting, a bad value, or settings that do not work together.
+    """
 
     name: str | None = Field(default=None, pattern=RUN_NAME, max_length=LONGEST_NAME)
     """name of the run and of its folder under storage; unset: ppo-1, ppo-2, ..."""
@@ -63,6 +72,16 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+    if not TYPE_CHECKING:  # there, its arguments are the settings
+
+        def __init__(self, **given: Any) -> None:
+            try:
+                super().__init__(**given)
+            except ValidationError as error:
+                raise ConfigError(f"RunConfig: {explained(first_mistake(error))}") from None
+
+        __init__.__pydantic_base_init__ = True  # so `model_validate` does not call it, whose errors `from_tree` reads
 
     @pydantic.model_validator(mode="after")
     def _take_following_defaults(self) -> Self:
@@ -248,3 +267,85 @@ def may_change(key: str) -> bool:
 def is_dict(field: FieldInfo) -> bool:
     """Whether the value of a setting is a dict."""
     return typing.get_origin(field.annotation) is dict
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What errors say of settings
+
+
+def first_mistake(error: ValidationError) -> ErrorDetails:
+    """The error to show of those that pydantic found.
+
+    A name that is not known says more than the one that is missing for it.
+    """
+    return min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+
+
+def explained(mistake: ErrorDetails, problem: str | None = None) -> str:
+    """The message for one error of pydantic, with the dotted key and the value where these are safe to show.
+
+    Args:
+        problem: what is wrong with the value, if that is known.
+    """
+    key = ".".join(str(part) for part in mistake["loc"])
+    value = mistake["input"]
+    if mistake["type"] == "extra_forbidden":
+        return f"unknown setting {key}{_meant(key, mistake['loc'])}"
+    if mistake["type"] == "missing":
+        return f"{key} is missing"
+    if problem:
+        message = problem
+    elif value is None and (entry := _UNSPACED.fullmatch(str(mistake["loc"][-1]))):
+        message = f"a space is missing after {entry[1]}"
+    elif mistake["type"] == "model_type":
+        inside = next((name for name in settings() if name.startswith(f"{key}.")), f"{key}.source")
+        message = f"expected a section of settings, such as {inside}"
+    elif mistake["type"] == "dict_type":
+        message = f"expected entries, such as {key}.NAME 1"
+    elif mistake["type"] == "tuple_type":
+        message = "expected a list, such as [a, b]"
+    elif mistake["type"] == "too_long":
+        message = f"expected at most {mistake['ctx']['max_length']} values, found {mistake['ctx']['actual_length']}"
+    elif mistake["type"] == "literal_error":
+        expected = mistake["ctx"]["expected"]
+        message = f"expected {expected}{nearest(str(value).lower(), re.findall(_QUOTED, expected))}"
+    elif mistake["type"] == "int_parsing":
+        message = f"expected a whole number{_in_digits(value)}"
+    else:
+        message = mistake["msg"].removeprefix("Value error, ")
+    if not key or (isinstance(value, dict) and key in sections()):  # a section may hold an address with a password
+        return message
+    shown = "" if any_secret(value) else f" = {shortened(value)}"
+    return f"{key}{shown}: {message[0].lower()}{message[1:]}"
+
+
+def _meant(key: str, location: Sequence[int | str]) -> str:
+    """What an unknown setting may mean: one that other libraries call so, or the nearest one."""
+    if key in settings():  # as one word with dots
+        section, _, name = key.rpartition(".")
+        return f": write it below its section, {section}: {{{name}: ...}}"
+    name, colon, _ = str(location[-1]).partition(":")
+    if colon:
+        return f": YAML wants a space after {name}:"
+    here, note = called_here(key, settings())
+    if here:
+        return f"; here it is {here}{note}"
+    return nearest(key, [*_item_keys(location), *setting_keys(), *sections()])
+
+
+def _item_keys(location: Sequence[int | str]) -> list[str]:
+    """The keys of an item of a setting that is a list, such as data.sources.0.weight, if a location is within one."""
+    section, setting, *item = [*location, "", ""][:3]
+    field = settings().get(f"{section}.{setting}")
+    if field is None or not item or not isinstance(item[0], int):
+        return []
+    kind = typing.get_args(field.annotation)[0]
+    return [f"{section}.{setting}.{item[0]}.{name}" for name in getattr(kind, "model_fields", ())]
+
+
+def _in_digits(value: Any) -> str:
+    """A hint for a number that is written like 1e3, which YAML takes for text."""
+    try:
+        return f"; write {int(float(value))}" if float(value).is_integer() else ""
+    except (ValueError, TypeError, OverflowError):
+        return ""

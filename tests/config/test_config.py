@@ -603,6 +603,27 @@ def test_a_key_that_is_there_twice_is_refused() -> None:
     assert parse_yaml(merged)["b"] == {"x": 2}
 
 
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"train": {"stepz": 3}}, "unknown setting train.stepz; nearest: train.steps"),
+        ({"train": {"lr": 3}}, "unknown setting train.lr; here it is train.actor_lr"),
+        ({"train": {"steps": 0}}, "train.steps = 0: input should be greater than 0"),
+        ({"data": {"sources": [{"source": "b.csv", "wieght": 1}]}}, "unknown setting data.sources.0.wieght; nearest: "),
+        ({"algorithm": {"kl_coef": 0.1}, "model": {"reference": "none"}}, "model.reference none leaves no "),
+    ],
+)
+def test_python_and_yaml_refuse_settings_with_the_same_line(tree: dict[str, Any], said: str) -> None:
+    """Also as a ValueError."""
+    lines = []
+    for make in (lambda: RunConfig(**tree), lambda: from_tree(tree, "RunConfig")):
+        with pytest.raises(ValueError, match=rf"^RunConfig: {said}.*$") as refused:
+            make()
+        assert type(refused.value) is ConfigError
+        lines.append(str(refused.value))
+    assert lines[0] == lines[1] and "\n" not in lines[0]
+
+
 def test_nearest_is_empty_when_no_choice_is_similar() -> None:
     assert nearest("stepz", ["steps", "seed"]) == "; nearest: steps"
     assert nearest("qqq", ["steps", "seed"]) == ""
