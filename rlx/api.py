@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from rlx.config.errors import ConfigError, meant
 from rlx.config.experiment import with_experiment
-from rlx.config.loading import check_beside, check_overrides, from_tree, read_yaml, with_overrides
+from rlx.config.loading import check_overrides, from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sweep import Mode, ReuseName, RungUnit, SchedulerName, SearchName
 from rlx.types import OnReport
@@ -58,10 +58,7 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | N
     if isinstance(path, Mapping):
         raise ConfigError("load_config: the first argument is a file; give settings as overrides=")
     tree, given = read_yaml(str(path)) if path else {}, overrides or {}
-    config = from_tree(with_experiment(with_overrides(tree, given)), str(path or "overrides"), given, "overrides")
-    if path:
-        check_beside(path, config.model, config.data, config.eval)
-    return config
+    return from_tree(with_experiment(with_overrides(tree, given)), "overrides", given, "overrides", path)
 
 
 def train(config: RunConfig, *, on_report: OnReport | None = None, quiet: bool = False) -> TrainResult:

@@ -18,7 +18,7 @@ from rlx.cli.options import NotingParser, add_help, add_settings, end_on_signals
 from rlx.cluster.resources import sharing_gpus
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.experiment import DEFAULT_EXPERIMENT, TINY, has_tiny_model, takes_experiment, with_experiment
-from rlx.config.loading import check_beside, from_tree, read_yaml, with_overrides
+from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import storage_words
 from rlx.config.sections.model import ModelConfig
 from rlx.config.sweep import (
@@ -69,9 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         refuse_options(args, given)
         own = read_yaml(args.config) if args.config else None
         tree = new_tree(own, given)
-        config = from_tree(tree, args.config or "command line", given)  # refused before anything slow is imported
-        if args.config:
-            check_beside(args.config, config.model, config.data, config.eval)
+        # Bad settings are refused before anything slow is imported.
+        config = from_tree(tree, "command line", given, file=args.config)
         if args.interleave > 1:
             shared = sharing_gpus(args.interleave, config.scaling, config.rollout, config.reward)
             tree = with_overrides(tree, shared)

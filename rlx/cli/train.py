@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rlx.cli.options import end_on_signals, exit_code, parse, settings_parser, signal_received
 from rlx.config.errors import ConfigError
 from rlx.config.experiment import DEFAULT_EXPERIMENT, followers, settings_text, takes_experiment, with_experiment
-from rlx.config.loading import check_beside, from_tree, read_yaml, with_overrides
+from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig, storage_words
 from rlx.config.sections.data import DataConfig, EvalConfig
 from rlx.config.sections.model import ModelConfig
@@ -90,11 +90,10 @@ def new_config(
     tree = with_overrides(read_yaml(file) if file else {}, given)
     if start:
         base = with_experiment(tree) if file else {}
-        config = from_tree(with_overrides(inherited_tree(start, base, given, trust=trust), given), given=given)
+        whole = with_overrides(inherited_tree(start, base, given, trust=trust), given)
     else:
-        config = from_tree(with_experiment(tree), file or "command line", given)
-    if file:
-        check_beside(file, config.model, config.data, config.eval)
+        whole = with_experiment(tree)
+    config = from_tree(whole, start or "command line", given, file=file)
     if (file or not start) and takes_experiment(tree):
         print(DEFAULT_EXPERIMENT)
     return config

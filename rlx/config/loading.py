@@ -35,24 +35,34 @@ _NOT_OF_TEXT = ("float_parsing", "int_parsing", "bool_parsing", "float_type", "t
 
 
 def from_tree(
-    tree: dict[str, Any], origin: str = "config", given: Collection[str] = (), giver: str = "command line"
+    tree: dict[str, Any],
+    origin: str = "config",
+    given: Collection[str] = (),
+    giver: str = "command line",
+    file: str | Path | None = None,
 ) -> RunConfig:
     """The validated config of a tree.
 
     Args:
-        origin: where the tree comes from, e.g. a file name; error messages start with it.
+        origin: where the tree comes from; error messages start with it.
         given: dotted keys of the tree that come from elsewhere.
         giver: where these come from; messages about their values start with it.
+        file: the YAML file that the tree comes from, if it is one: error messages start with it.
 
     Raises:
-        ConfigError: an unknown setting, a bad value, or settings that do not work together.
+        ConfigError: an unknown setting, a bad value, or settings that do not work together; or paths lead only from
+            the file's folder.
     """
     try:
-        return RunConfig.model_validate(tree)
+        config = RunConfig.model_validate(tree)
     except ValidationError as error:
         mistake = first_mistake(error)
         problem = _in_brackets(mistake["input"]) if mistake["type"] in _NOT_OF_TEXT else None
-        raise ConfigError(f"{giver if _is_about(mistake, given) else origin}: {explained(mistake, problem)}") from None
+        place = giver if _is_about(mistake, given) else file or origin
+        raise ConfigError(f"{place}: {explained(mistake, problem)}") from None
+    if file:
+        _check_beside(file, config.model, config.data, config.eval)
+    return config
 
 
 def _is_about(error: ErrorDetails, given: Collection[str]) -> bool:
@@ -61,6 +71,23 @@ def _is_about(error: ErrorDetails, given: Collection[str]) -> bool:
     if key and key not in sections():
         return any(f"{key}.".startswith(f"{each}.") for each in given)
     return any(re.search(rf"(?<![\w.]){re.escape(each)}(?!\w)", error["msg"]) for each in given)
+
+
+def _check_beside(file: str | Path, model: ModelConfig, data: DataConfig, evaluation: EvalConfig) -> None:
+    """Checks that no path in a config file is meant to begin in the file's own folder.
+
+    Raises:
+        ConfigError: prompts or a model are not in the working folder, where relative paths begin, but beside the file.
+    """
+    models = {f"model.{key}": getattr(model, key) for key in ("path", "critic_path", "reference_path")}
+    folders = {key: path for key, path in models.items() if path and not may_be_on_hub(path)}
+    beside = Path(file).resolve().parent
+    for setting, path in (prompt_addresses(data, evaluation) | folders).items():
+        if ":" not in path and not Path(path).exists() and not glob.glob(path) and glob.glob(path, root_dir=beside):
+            raise ConfigError(
+                f"{file}: {setting} {path} is not in the working folder, {os.getcwd()}, where relative paths begin, "
+                f"but beside the config: {os.path.normpath(beside / path)}"
+            )
 
 
 def steps_differ_in(tree: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
@@ -150,23 +177,6 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of settings, found {type(tree).__name__}")
     return tree or {}
-
-
-def check_beside(file: str | Path, model: ModelConfig, data: DataConfig, evaluation: EvalConfig) -> None:
-    """Checks that no path in a config file is meant to begin in the file's own folder.
-
-    Raises:
-        ConfigError: prompts or a model are not in the working folder, where relative paths begin, but beside the file.
-    """
-    models = {f"model.{key}": getattr(model, key) for key in ("path", "critic_path", "reference_path")}
-    folders = {key: path for key, path in models.items() if path and not may_be_on_hub(path)}
-    beside = Path(file).resolve().parent
-    for setting, path in (prompt_addresses(data, evaluation) | folders).items():
-        if ":" not in path and not Path(path).exists() and not glob.glob(path) and glob.glob(path, root_dir=beside):
-            raise ConfigError(
-                f"{file}: {setting} {path} is not in the working folder, {os.getcwd()}, where relative paths begin, "
-                f"but beside the config: {os.path.normpath(beside / path)}"
-            )
 
 
 def _parts(key: str) -> list[str]:
