@@ -93,7 +93,7 @@ def new_config(
         whole = with_overrides(inherited_tree(start, base, given, trust=trust), given)
     else:
         whole = with_experiment(tree)
-    config = from_tree(whole, start or "command line", given, file=file)
+    config = from_tree(whole, "config" if start else "command line", given, file=file)
     if (file or not start) and takes_experiment(tree):
         print(DEFAULT_EXPERIMENT)
     return config
@@ -189,13 +189,13 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
             first.update(first or metrics)
             progress.step(metrics, checkpoint)
 
-        progress.message(f"run {config.name}: {config.train.steps} steps, in {folder.path}")
         if not resume:  # a resume keeps its records until the server answers
             check_tracking(config.tracking, config.storage)
             run_folder.check_start(config)
         with run_folder.keeping_details(folder):
             prepared = preflight.prepare(config, progress.warm_start)
         ready = prepared.config
+        progress.message(f"run {config.name}: {config.train.steps} steps, in {folder.path}")
         progress.message(
             in_short(ready.model, ready.data, ready.rollout, ready.train, ready.eval, ready.resolved_critic)
         )

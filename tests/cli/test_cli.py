@@ -50,7 +50,10 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
     """Calls a script's main in this process, where Ray is imported already, and gives its one line."""
 
     def run(script: str, *words: str) -> str:
-        return one_line(runpy.run_path(str(ROOT / "experiments" / script))["main"](words), capsys.readouterr().err)
+        code = runpy.run_path(str(ROOT / "experiments" / script))["main"](words)
+        shown = capsys.readouterr()
+        assert "steps, in" not in shown.out  # nothing is said to run
+        return one_line(code, shown.err)
 
     return run
 

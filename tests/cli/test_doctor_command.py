@@ -1,5 +1,7 @@
 """What the doctor prints of its checks; tests/runs has the checks."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +9,8 @@ import pytest
 
 from rlx.cli import doctor
 from rlx.cluster import connection
+from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
 from rlx.runs import launch, preflight
 from rlx.runs.doctor import Verdict
@@ -44,3 +48,15 @@ def test_each_check_is_a_line_and_one_that_failed_is_the_exit_code(
     assert doctor.check(RunConfig()) == code
     assert capsys.readouterr().out.splitlines()[-len(lines) :] == lines
     assert connected == ["plan"]
+
+
+def test_prompts_that_a_new_run_refuses_are_refused(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"question": "1+1", "answer": "2"}))
+    with pytest.raises(ConfigError, match=r"it has files of several splits"):
+        doctor.check(from_tree({"data": {"source": str(tmp_path)}}))
+
+
+def test_a_checkpoint_that_a_new_run_refuses_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is not complete"):
+        doctor.check(from_tree({"checkpoint": {"init_from": f"{tmp_path}/checkpoint_000003"}}))
