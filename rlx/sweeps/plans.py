@@ -26,7 +26,7 @@ from rlx.analysis.ranges import natural_range
 from rlx.cluster.resources import cluster_nodes
 from rlx.config.errors import ConfigError
 from rlx.config.experiment import over_experiment
-from rlx.config.loading import from_tree, with_overrides
+from rlx.config.loading import with_overrides
 from rlx.config.sections.algorithm import AlgorithmConfig
 from rlx.config.sections.base import flatten
 from rlx.config.sections.data import EvalConfig
@@ -56,7 +56,7 @@ from rlx.sweeps.records import (
 )
 from rlx.sweeps.room import concurrency, most_at_once, total_trials
 from rlx.sweeps.schedulers.schedule import Schedule
-from rlx.sweeps.space import Space, check_resources, complete_settings, load_space, values_of, varied_keys
+from rlx.sweeps.space import Space, check_candidates, check_resources, load_space, values_of, varied_keys
 from rlx.sweeps.trainable import attempt_number, forgive, newest_attempt
 from rlx.tracking.base import MetricPoint
 from rlx.tracking.services import mlflow
@@ -78,7 +78,7 @@ def check_sweep(plan: SweepPlan) -> SweepPlan:
     Call it once: of a checked plan, `trials` counts what a grid within a random search has multiplied already.
 
     Raises:
-        ConfigError: its space cannot be used, or its search, scheduler and seeds do not fit together.
+        ConfigError: its space or prompts in it cannot be used, or its search, scheduler and seeds do not fit together.
     """
     refuse_choices(plan)  # whoever has begun the sweep was warned of the others
     space = load_space(plan.space, plan.tree)
@@ -91,11 +91,9 @@ def check_sweep(plan: SweepPlan) -> SweepPlan:
     if plan.scheduler == "race":
         plan = _with_checkpoints_at_rungs(plan, space)
     search = searchers.searcher(plan.search, space, plan.trials, plan.config.seed)
-    if not isinstance(search, searchers.ListSearch):
-        return _within_budget(plan, space, plan.trials)
-    for settings in search.settings:
-        from_tree(with_overrides(plan.tree, complete_settings(space, settings)), f"--space {plan.space}")
-    return _within_budget(plan, space, len(search.settings))
+    check_candidates(searchers.known_settings(search, space), plan.space, plan.tree)
+    is_list = isinstance(search, searchers.ListSearch)
+    return _within_budget(plan, space, len(search.settings) if is_list else plan.trials)
 
 
 def _within_budget(plan: SweepPlan, space: Space, trials: int) -> SweepPlan:

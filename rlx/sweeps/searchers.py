@@ -7,6 +7,7 @@ Left out: which trial runs when, and what is kept of it (`trial_source`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from ray.tune.search.variant_generator import generate_variants
 
 from rlx.config.errors import ConfigError
 from rlx.config.sweep import DEFAULT_METRIC, SearchName
-from rlx.sweeps.space import MODE, SINGLE_VALUE, Space, quantum
+from rlx.sweeps.space import MODE, OF_PROMPTS, SINGLE_VALUE, Space, complete_settings, extremes, quantum
 
 Points = Sequence[dict[str, Any]]
 """settings to suggest first, in this order: those that a sweep tried before a resume"""
@@ -184,3 +185,14 @@ def searcher(name: SearchName, space: Space, count: int, seed: int, points: Poin
             raise ConfigError(f"--search {name}: the choices of {key} must be numbers, texts or booleans")
     tried = [{key: settings[key] for key in varied} for settings in points]
     return SEARCHES[name](varied, count, seed + len(tried), tried)  # the same seed would give the same settings again
+
+
+def known_settings(search: Searcher, space: Space) -> list[dict[str, Any]]:
+    """Returns the settings of trials that are known before a sweep starts.
+
+    Of a search that learns, they are those that say what prompts a trial may have, in all combinations.
+    """
+    if isinstance(search, ListSearch):
+        return [complete_settings(space, settings) for settings in search.settings]
+    values = {key: extremes(domain) for key, domain in space.items() if key.startswith(OF_PROMPTS)}
+    return [complete_settings(space, dict(zip(values, each, strict=True))) for each in product(*values.values())]

@@ -11,7 +11,7 @@ import math
 import shutil
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from rlx.cluster.resources import ResourcePlan, plan_resources
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sweep import Mode
+from rlx.runs import preflight, run_folder
 from rlx.sweeps.choices import check_key, other_resources
 
 Space = dict[str, Any]
@@ -33,6 +34,8 @@ MODE: Mode = "max"
 """how searches compare trials: a larger DEFAULT_METRIC is better; `TrialSource` gives them any metric as that"""
 SINGLE_VALUE = str | int | float | np.generic | None
 """types of choices that adaptive searches accept"""
+OF_PROMPTS = "data."
+"""with which the settings begin that say what prompts a trial has"""
 _MISSING = object()
 _ALONE = "a resume has a copy of this file alone: write in it what it reads or imports, and paths in full"
 _PLAIN = (str, int, float, np.generic, type(None), Mapping, list, tuple)
@@ -185,6 +188,25 @@ def check_resources(space: Space, path: str, tree: Mapping[str, Any], shared: Re
         for value in extremes(domain):
             if plan_resources(from_tree(with_overrides(dict(tree), {key: value}))) != shared:
                 raise other_resources(key, path)
+
+
+def check_candidates(candidates: Iterable[Mapping[str, Any]], path: str, tree: Mapping[str, Any]) -> None:
+    """Refuses a space with settings of a trial that do not go together, or with prompts that a single run would refuse.
+
+    Args:
+        candidates: settings of trials, as far as they are known.
+
+    Raises:
+        ConfigError: settings, or the prompts that they name, cannot be used.
+    """
+    seen = {"[]"}  # those of the sweep itself, which are checked
+    for settings in candidates:
+        config = from_tree(with_overrides(dict(tree), settings), f"--space {path}")
+        named = repr([(key, settings[key]) for key in sorted(settings) if key.startswith(OF_PROMPTS)])
+        if named not in seen:
+            preflight.check_files(config.data, config.eval)
+            run_folder.check_start(config)
+            seen.add(named)
 
 
 def extremes(domain: Any) -> list[Any]:

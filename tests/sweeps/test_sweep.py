@@ -24,7 +24,7 @@ from rlx.cluster.resources import cluster_nodes, plan_resources
 from rlx.config.errors import ConfigError
 from rlx.config.experiment import over_experiment
 from rlx.config.loading import from_tree, with_overrides
-from rlx.config.sweep import DEFAULT_METRIC
+from rlx.config.sweep import DEFAULT_METRIC, SearchName
 from rlx.runs import launch, run_folder
 from rlx.runs.run_folder import saved_config
 from rlx.storage import signatures
@@ -96,6 +96,36 @@ def test_trials_share_their_resources(
     plan = SweepPlan("s", given, space)
     line = f"^--space {space}: {key} changes the resources of a trial, which all trials share$"
     with pytest.raises(ConfigError, match=line) if is_refused else nullcontext():
+        plans.check_sweep(plan)
+
+
+@pytest.mark.parametrize("search", ["random", "grid", "optuna"])
+@pytest.mark.parametrize(
+    ("varied", "line"),
+    [
+        ({"data.source": ["good.jsonl", "splits"]}, "data.source splits: it has files of several splits; "),
+        ({"data.source": ["good.jsonl", "gone.jsonl"]}, "data.source gone.jsonl: no such file"),
+        (
+            {"data.source": ["good.jsonl", "other.jsonl"]},
+            "data.source .*other.jsonl: no column 'question', it has text",
+        ),
+        ({"data.source": ["good.jsonl", "more.jsonl"]}, ""),
+        ({"data.source": ["other.jsonl"], "data.prompt_column": ["text", "more"]}, ""),  # neither alone
+        ({"data.source": ["good.jsonl", "more.jsonl"], "data.answer_column": ["answer", "text"]}, ".*no column 'text'"),
+    ],
+)
+def test_prompts_that_trials_may_have_are_refused_as_those_of_a_run(
+    varied: dict[str, list[str]], line: str, search: SearchName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("good", "more", "other", "splits/train", "splits/test"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        questions = {"text": "1+1", "more": "1+1?"} if name == "other" else {"question": "1+1"}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({**questions, "answer": "2"}))
+    monkeypatch.chdir(tmp_path)
+    space = space_file(tmp_path, f"{{{', '.join(f'{key!r}: tune.choice({varied[key]})' for key in varied)}}}")
+    tree = {"data": {"source": "good.jsonl", "params": {}}}
+    plan = SweepPlan("s", tree, space, search=search, trials=16)
+    with pytest.raises(ConfigError, match=f"^{line}") if line else nullcontext():
         plans.check_sweep(plan)
 
 
