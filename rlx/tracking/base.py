@@ -19,7 +19,7 @@ from rlx.config.sections.records import BackendName
 from rlx.storage.filesystem import Storage
 
 ERROR_TAG = "rlx.error"
-"""the tag of a run that failed: why, in one line; MLflow has it until the run goes on, the others keep it"""
+"""the tag of a run that failed: why, in one line; gone or empty once the run goes on"""
 
 
 class RunStatus(StrEnum):
@@ -217,7 +217,7 @@ class TrackingService(Protocol):
         """
 
     def reopen_run(self, run_id: str, at: int) -> bool:
-        """Marks a run as running again; False if the service has no such run.
+        """Marks a run as running again, without an error; False if the service has no such run.
 
         Args:
             at: start time of the new attempt. A repeated call with the same time changes nothing.

@@ -19,14 +19,14 @@ from rlx.tracking.outbox import EntryKind, OutboxQueue, entries_of, run_id
 from rlx.tracking.services import reachable
 from rlx.tracking.services.reachable import check_packages
 from rlx.tracking.services.tensorboard import TensorBoardService, events, run_at
-from rlx.tracking.services.wandb import WandbService, nested
+from rlx.tracking.services.wandb import WandbService, as_config, nested
 from rlx.tracking.tracker import OutboxTracker, services_of
 
 LONG_S = 60.0
 
 
-def recorded(service: TrackingService, folder: Storage, *steps: int, status: RunStatus = RunStatus.FINISHED) -> None:
-    """One attempt of a run in a process of its own: it logs steps and ends."""
+def recorded(service: TrackingService, folder: Storage, *steps: int, error: str = "") -> None:
+    """One attempt of a run in a process of its own: it logs steps and ends; with an error, it fails."""
     run_at.cache_clear()
     record = OutboxTracker([service], folder, "rank_0")
     tags = {"rlx.kind": "run", "rlx.sweep": "s"}
@@ -36,7 +36,7 @@ def recorded(service: TrackingService, folder: Storage, *steps: int, status: Run
     for step in steps:
         record.log_samples([{"step": step, "prompt": "1 + 1 =\n", "response": "2 | 3"}], step)
         record.log({"reward/mean": step / 8, "kl/ref": 1.0}, step)
-    record.end(status)
+    record.end(RunStatus.FAILED if error else RunStatus.FINISHED, error)
     assert record.close(LONG_S) == 0
 
 
@@ -82,6 +82,29 @@ def test_tensorboard_gets_each_step_once_over_attempts(tmp_path: Path, folder: S
     assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= tags
     seconds = [event.wall_time for event in all_events(board)]
     assert min(seconds) > 1.7e9 and len(list(board.glob("events*"))) == 2
+
+
+def test_a_run_of_tensorboard_that_goes_on_after_a_failure_is_running_without_an_error(
+    tmp_path: Path, folder: Storage
+) -> None:
+    recorded(service := TensorBoardService(tmp_path / "tb"), folder, 0, error="no room")
+    board = tmp_path / "tb" / "s" / "trial_00000"
+    said = [texts(board)[f"tags/{tag}/text_summary"] for tag in ("status", "rlx.error")]
+    assert said == ["FAILED", "no room"]
+    driver = OutboxTracker([service], folder, "driver")
+    driver.open("rlx", "s.trial_00000", params={}, tags={})
+    driver.flush(LONG_S)
+    said = [texts(board)[f"tags/{tag}/text_summary"] for tag in ("status", "rlx.error")]
+    assert said == ["RUNNING", ""]
+    driver.end(RunStatus.FAILED)
+    assert driver.close(LONG_S) == 0
+    assert texts(board)["tags/status/text_summary"] == "FAILED"  # though it was before
+
+
+def test_a_run_of_tensorboard_that_never_failed_has_no_error(tmp_path: Path, folder: Storage) -> None:
+    for steps in ((0,), (1,)):
+        recorded(TensorBoardService(tmp_path / "tb"), folder, *steps)
+    assert not any("error" in name for name in texts(tmp_path / "tb" / "s" / "trial_00000"))
 
 
 def test_an_event_that_a_kill_has_cut_is_written_again(tmp_path: Path, folder: Storage) -> None:
@@ -234,6 +257,32 @@ def test_wandb_offline_keeps_steps_settings_and_id_over_attempts(
     assert [file.read_text() for file in tmp_path.glob("wandb/offline-*/files/rlx/config.yaml")] == ["seed: 1\n"] * 2
 
 
+@pytest.mark.slow
+def test_wandb_keeps_all_tags_and_a_run_that_goes_on_has_no_error(
+    tmp_path: Path, folder: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    recorded(service := WandbService(tmp_path), folder, 0, error="no room")
+    time.sleep(1.1)  # as above
+    driver = OutboxTracker([service], folder, "driver")
+    driver.open("rlx", "s.trial_00000", params={}, tags={})
+    driver.set_tags({"rlx.stopped": "1"})
+    driver.end(RunStatus.FINISHED)
+    assert driver.close(LONG_S) == 0
+    first, second = (config(finished(file)) for file in sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb")))
+    assert first | {"train": {"actor_lr": 1e-05}, "rlx_kind": "run", "rlx_sweep": "s", "rlx_error": "no room"} == first
+    assert second == {"rlx_error": "", "rlx_stopped": 1}  # W&B keeps the keys that it has and are not among these
+
+
+def config(records: list[Any]) -> dict[str, Any]:
+    """The config that the records of an attempt send, without W&B's own part: keys are replaced as a whole."""
+    updates = [record.run.config.update for record in records if record.WhichOneof("record_type") == "run"]
+    updates += [record.config.update for record in records if record.WhichOneof("record_type") == "config"]
+    values = {item.key: json.loads(item.value_json) for update in updates for item in update}
+    return {key: value for key, value in values.items() if key and not key.startswith("_")}
+
+
 def test_wandb_says_that_there_is_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
@@ -249,6 +298,7 @@ def test_settings_are_nested_and_typed() -> None:
         "d": "x",
         "e": 3,
     }
+    assert as_config({"rlx.kind": "run", "rlx.seeds": "2"}) == {"rlx_kind": "run", "rlx_seeds": 2}
     assert [typed(text) for text in ("1.0.0", "None", "-2")] == ["1.0.0", "None", -2]
 
 

@@ -20,9 +20,10 @@ from typing import Any, Final
 
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.sweep import DEFAULT_METRIC
-from rlx.tracking.base import Reach, RunStatus, typed
+from rlx.tracking.base import ERROR_TAG, Reach, RunStatus, typed
 
 _KEY_FILE = "run.json"
+_TAGS = "tags"  # before the names of texts that are tags
 _LENGTH, _CHECKSUM = 12, 4  # bytes before an event (its length, and the checksum of that) and after it
 _METRICS = ("reward/mean", "task/accuracy", DEFAULT_METRIC)
 """what TensorBoard shows beside the hyperparameters of runs"""
@@ -83,8 +84,11 @@ class TensorBoardService:
         return run_id
 
     def reopen_run(self, run_id: str, at: int) -> bool:
-        """Returns whether the run's folder exists; a run that goes on adds a file to it."""
-        return (self.folder / run_id / _KEY_FILE).exists()
+        """Says that the run goes on, in a further file of its folder; False if it has none."""
+        if not (self.folder / run_id / _KEY_FILE).exists():
+            return False
+        self.writer(run_id).reopen()
+        return True
 
     def writer(self, run_id: str) -> TensorBoardRun:
         """Opens a run for writing."""
@@ -121,6 +125,12 @@ class TensorBoardRun:
         for part in summary.hparams(values, dict.fromkeys(_METRICS))[:2]:  # the third says that the run has ended
             self._write(part, 0, at)
 
+    def reopen(self) -> None:
+        """Writes that the run goes on, without an error."""
+        self._ended = None
+        error = {ERROR_TAG: ""} if _has_text(self._folder, f"{_TAGS}/{ERROR_TAG}") else {}
+        self.set_tags({"status": RunStatus.RUNNING} | error)
+
     def log(self, metrics: Mapping[str, float], step: int, at: int, again: bool = False) -> None:
         """Writes all metrics of a step as one event."""
         from tensorboardX import summary
@@ -147,7 +157,7 @@ class TensorBoardRun:
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Writes each tag as a text."""
         for name, value in tags.items():
-            self._text(f"tags/{name}", value)
+            self._text(f"{_TAGS}/{name}", value)
 
     def end(self, status: RunStatus, at: int) -> None:
         """Writes how the run ended and closes its file, unless that has been done."""
@@ -214,6 +224,12 @@ def _last_step(folder: Path) -> int:
         if steps := [event.step for event in events(file) if _is_of_metrics(event)]:
             return int(max(steps))
     return -1
+
+
+def _has_text(folder: Path, name: str) -> bool:
+    """Whether the files of a run have a text of a name."""
+    found = (value.tag for file in _event_files(folder) for event in events(file) for value in event.summary.value)
+    return f"{name}/text_summary" in found
 
 
 def _is_of_metrics(event: Any) -> bool:

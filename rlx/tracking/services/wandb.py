@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rlx.config.errors import ConfigError, one_line
-from rlx.tracking.base import Reach, RunStatus, typed
+from rlx.tracking.base import ERROR_TAG, Reach, RunStatus, typed
 
 _OFFLINE = ("offline", "dryrun", "disabled")
 _EXIT_CODES = {RunStatus.FINISHED: 0, RunStatus.FAILED: 1, RunStatus.KILLED: 255}
@@ -88,12 +88,14 @@ class WandbService:
         kind = tags.get("rlx.kind", "run")
         run_id = f"{os.environ.get('WANDB_PROJECT', experiment)}/{key}"
         group = tags.get("rlx.sweep", name if kind == "sweep" else None)
-        self.runs.open(run_id, name=name, group=group, job_type=kind, config=nested({**params, **tags}))
+        self.runs.open(run_id, name=name, group=group, job_type=kind, config=nested(params) | as_config(tags))
         return run_id
 
     def reopen_run(self, run_id: str, at: int) -> bool:
-        """Opens the run again; W&B counts its steps on."""
-        self.runs.open(run_id)
+        """Opens the run again; W&B counts its steps on. An error of before is emptied: W&B's config loses no key."""
+        config = self.runs.open(run_id).config
+        if _is_offline() or config.get(_config_key(ERROR_TAG)):  # offline, W&B does not know what it was told before
+            config.update(as_config({ERROR_TAG: ""}), allow_val_change=True)
         return True
 
     def writer(self, run_id: str) -> WandbRun:
@@ -210,9 +212,9 @@ class WandbRun:
         run.save(str(file), base_path=run.dir, policy="now")
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Adds tags to the run's config: W&B's own have no values."""
+        """Adds tags to the run's config."""
         ended = self._runs.status(self._run_id)
-        self._run.config.update(nested(tags), allow_val_change=True)
+        self._run.config.update(as_config(tags), allow_val_change=True)
         if ended:
             self._runs.close(self._run_id, ended)
 
@@ -233,6 +235,16 @@ def nested(settings: Mapping[str, str]) -> dict[str, Any]:
             branch = branch.setdefault(part, {})
         branch[last] = typed(value)
     return tree
+
+
+def as_config(tags: Mapping[str, str]) -> dict[str, Any]:
+    """Tags as W&B shows them, beside the settings: W&B's own tags have no values, and of a dict in the config it would
+    replace the whole."""
+    return {_config_key(name): typed(value) for name, value in tags.items()}
+
+
+def _config_key(tag: str) -> str:
+    return tag.replace(".", "_")  # W&B advises against dots
 
 
 def _is_offline() -> bool:
