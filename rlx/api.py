@@ -213,8 +213,8 @@ def tuner(
     from rlx.storage import claims
     from rlx.storage.addresses import local_folder, open_storage
     from rlx.sweeps.choices import check_quickly
-    from rlx.sweeps.plans import check_sweep, create_sweep
-    from rlx.sweeps.records import ending_record, refuse_existing
+    from rlx.sweeps.plans import check_sweep
+    from rlx.sweeps.records import refuse_existing
     from rlx.sweeps.space import space_file
     from rlx.sweeps.tuner import make_tuner
 
@@ -230,9 +230,7 @@ def tuner(
             check_quickly(plan := _plan(claim.folder.name, tree, file, options))
             plan = check_sweep(plan)
             _connect(plan)
-            create_sweep(plan, storage)
-        stack.enter_context(ending_record(plan, claim.folder))
-        made = make_tuner(plan, storage)
+            made = make_tuner(plan, storage)
         made.hold(stack.pop_all())
         made.quiet = quiet
     return made
@@ -279,8 +277,6 @@ def resume_tuner(
         if ended:
             _LOG.warning("%d trials have ended before, and will not be in the ResultGrid: %s", ended, of_all)
         _connect(plan)
-        records.reopen_record(plan, folder)
-        stack.enter_context(records.ending_record(plan, folder))
         made = make_tuner(plan, place)
         made.hold(stack.pop_all())
         made.quiet = quiet

@@ -36,8 +36,8 @@ from rlx.config.sweep import (
 if TYPE_CHECKING:
     from rlx.runs.preflight import PreparedRun
     from rlx.storage.filesystem import Storage
-    from rlx.sweeps.callback import Watch
     from rlx.sweeps.records import SweepPlan, TrialRecord
+    from rlx.tracking.console import SweepProgress
     from rlx.types import Notify
 
 _OF_THE_PLAN = (
@@ -231,23 +231,15 @@ def start_sweep(args: argparse.Namespace, tree: dict[str, Any], given: Mapping[s
             ):
                 prepared = preflight.prepare(plan.config, preparing.warm_start)
             connect_cluster(prepared, plan.name, progress.message)
-            if not is_resume:
-                plans.create_sweep(plan, storage)
-            where = tracking_lines(plan, storage)
-            lines = [
-                plans.describe(plan),
-                *plans.prospects(plan),
-                *(f"{trial} runs again" for trial in restarted),
-                *where,
-            ]
+            lines = [plans.describe(plan), *plans.prospects(plan), *(f"{trial} runs again" for trial in restarted)]
             progress.message("\n".join(lines))
             progress.message(Phase("prompts and first trial"))
-            results = _run(plan, storage, is_resume, progress.update)
+            results = _run(plan, storage, progress)
         failures = show_failures(results)
         print(f"sweep {plan.name} finished in {time.monotonic() - started:.0f} s")
         print("".join(f"{line}\n" for line in verdict.race_lines(plan, results)), end="")
         write_analysis(plan, storage)
-    print("\n".join(where))
+    print("\n".join(tracking_lines(plan, storage)))
     return 1 if failures else 0
 
 
@@ -273,13 +265,18 @@ def show_failures(results: Mapping[str, TrialRecord]) -> list[str]:
     return failures
 
 
-def _run(plan: SweepPlan, storage: Storage, is_resume: bool, watch: Watch) -> dict[str, TrialRecord]:
-    """Runs the sweep; says how to go on if it is interrupted."""
-    from rlx.sweeps import tuner
+def _run(plan: SweepPlan, storage: Storage, progress: SweepProgress) -> dict[str, TrialRecord]:
+    """Runs the sweep, and says where it is recorded; says how to go on if it is interrupted once it is kept."""
+    from rlx.sweeps import records, tuner
+
+    def on_begin() -> None:
+        progress.message("\n".join(tracking_lines(plan, storage)))
 
     try:
-        return tuner.run_sweep(plan, storage, resume=is_resume, watch=watch)
+        return tuner.run_sweep(plan, storage, watch=progress.update, on_begin=on_begin)
     except KeyboardInterrupt:
+        if not (storage / "sweeps" / plan.name / records.PLAN_FILE).exists():
+            raise
         raise KeyboardInterrupt(way_on(plan.name, plan.config.storage)) from None
 
 

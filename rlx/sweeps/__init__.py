@@ -19,7 +19,6 @@ Example:
     storage = open_storage("storage")
     connection.connect(RunConfig(), plan_resources(RunConfig()))
     plan = plans.check_sweep(SweepPlan("s", {"train": {"steps": 4}}, "my_space.py", trials=2))
-    plans.create_sweep(plan, storage)
     records = tuner.run_sweep(plan, storage, watch=lambda trial, settings, metrics, state: print(trial, state))
     print({name: record.state for name, record in records.items()})
 """

@@ -155,8 +155,8 @@ class SweepCallback(tune.Callback):
                 self.log.end_mlflow_run(trial, status)
         waiting = any(trial.status in (Trial.PENDING, Trial.PAUSED) for trial in trials)
         self.driver.interrupted = waiting or RunStatus.KILLED in self.statuses.values()
-        all_failed = set(self.statuses.values()) == {RunStatus.FAILED}
-        ended = RunStatus.FAILED if all_failed else RunStatus.FINISHED
+        states = {record.state for record in self.log.records.all().values()}  # also of trials before a resume
+        ended = RunStatus.FAILED if states == {TrialState.FAILED} else RunStatus.FINISHED
         self.driver.end()
         self.log.end_sweep(RunStatus.KILLED if self.driver.interrupted else ended)
         self.log.flush()

@@ -48,7 +48,6 @@ from rlx.sweeps.records import (
     TrialRecord,
     TrialRecords,
     TrialState,
-    end_dead_record,
     find_sweep,
     read_plan,
     record_of,
@@ -58,6 +57,7 @@ from rlx.sweeps.room import concurrency, most_at_once, total_trials
 from rlx.sweeps.schedulers.schedule import Schedule
 from rlx.sweeps.space import Space, check_candidates, check_resources, load_space, values_of, varied_keys
 from rlx.sweeps.trainable import attempt_number, forgive, newest_attempt
+from rlx.tracking import outbox
 from rlx.tracking.base import MetricPoint
 from rlx.tracking.services import mlflow
 
@@ -255,30 +255,42 @@ def schedule_of(plan: SweepPlan, space: Space, known: Mapping[str, TrialRecord] 
 # A sweep's folder
 
 
-def create_sweep(plan: SweepPlan, storage: Storage) -> None:
-    """Records a new sweep, as `check_sweep` has returned it, in its folder and in MLflow.
-
-    The cluster must be connected.
+def check_start(plan: SweepPlan) -> None:
+    """Returns if a new sweep may begin. The cluster must be connected.
 
     Raises:
-        ConfigError: its name is taken, its trials cannot run at once as its scheduler needs, or MLflow does not answer.
+        ConfigError: its trials cannot run at once as its scheduler needs, or MLflow does not answer.
+    """
+    most_at_once(plan)
+    for service in plan.tracking:
+        service.check(plan.config.tracking.experiment)
+
+
+def create_sweep(plan: SweepPlan, storage: Storage) -> None:
+    """Keeps a new sweep, as `check_sweep` has returned it, in its folder, which takes its name.
+
+    Raises:
+        ConfigError: its name is taken.
     """
     folder = storage / "sweeps" / plan.name
     refuse_existing(folder)
-    most_at_once(plan)  # refused here, it leaves no sweep
-    space = load_space(plan.space, plan.tree)
-    tell_unscheduled(plan, varied_keys(space))
-    for service in plan.tracking:
-        service.check(plan.config.tracking.experiment)
-    end_dead_record(plan, folder)
-    _create_mlflow_run(plan, folder, space)
+    tell_unscheduled(plan, varied_keys(load_space(plan.space, plan.tree)))
     content, code = asdict(plan), Path(plan.space).read_text()
     (folder / SIGNATURE).write_text(Signer.new().sign({"plan": content, "space": code}))
     (folder / _SPACE_FILE).write_text(code)
     (folder / PLAN_FILE).write_text(json.dumps(content, indent=1))
 
 
-def _create_mlflow_run(plan: SweepPlan, folder: Storage, space: Space) -> None:
+def open_record(plan: SweepPlan, folder: Storage) -> None:
+    """Begins the run of a sweep in the tracking services, or says there that it goes on."""
+    params, tags = ({}, {}) if outbox.run_id(folder) else _description(plan, folder)
+    with record_of(plan.tracking, folder) as record:
+        record.open(plan.config.tracking.experiment, plan.name, params=params, tags=tags)
+
+
+def _description(plan: SweepPlan, folder: Storage) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the parameters and tags of a sweep's run."""
+    space = load_space(plan.space, plan.tree)
     varied = [*space, *(["seed"] if plan.seeds > 1 else [])]
     is_known = plan.scheduler in ("asha", "race") and plan.rung_by == "steps"
     rungs = schedule_of(plan, space).rungs if is_known else []
@@ -286,17 +298,11 @@ def _create_mlflow_run(plan: SweepPlan, folder: Storage, space: Space) -> None:
     options = {key: getattr(plan, key) for key in ("search", "scheduler", "seeds", "metric", "mode", *of_race)}
     options |= {"budget": plan.budget} if plan.budget else {}
     options |= {"rung_by": plan.rung_by} if plan.rung_by != "steps" else {}
-    planned = planned_cost(plan, space)._asdict() | {"gpus": plan.gpus}
-    with record_of(plan.tracking, folder) as record:
-        record.open(
-            plan.config.tracking.experiment,
-            plan.name,
-            params={"trials": total_trials(plan), "space": plan.space} | options,
-            tags={"rlx.kind": "sweep", "rlx.folder": folder.path, "rlx.space": json.dumps(varied)}
-            | ({"rlx.rungs": json.dumps(rungs)} if rungs else {})
-            | {"rlx.planned": json.dumps(planned)}
-            | {f"rlx.{key}": str(value) for key, value in options.items()},
-        )
+    tags = {"rlx.kind": "sweep", "rlx.folder": folder.path, "rlx.space": json.dumps(varied)}
+    tags |= {"rlx.rungs": json.dumps(rungs)} if rungs else {}
+    tags |= {"rlx.planned": json.dumps(planned_cost(plan, space)._asdict() | {"gpus": plan.gpus})}
+    tags |= {f"rlx.{key}": str(value) for key, value in options.items()}
+    return {"trials": total_trials(plan), "space": plan.space} | options, tags
 
 
 def saved_sweep(storage: Storage, name: str | None, *, trust: bool = False) -> SweepPlan:

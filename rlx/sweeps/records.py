@@ -34,7 +34,6 @@ from rlx.config.sweep import (
 )
 from rlx.runs import preflight
 from rlx.storage.filesystem import Storage, retry
-from rlx.tracking import outbox
 from rlx.tracking.base import RunStatus, TrackingService
 from rlx.tracking.tracker import OutboxTracker
 
@@ -141,21 +140,6 @@ def record_of(tracking: Sequence[TrackingService], folder: Storage) -> Iterator[
         yield tracker
     finally:
         tracker.close(_PATIENCE_S)
-
-
-def reopen_record(plan: SweepPlan, folder: Storage) -> None:
-    """Says in the tracking services that a sweep goes on."""
-    with record_of(plan.tracking, folder) as record:
-        record.open(plan.config.tracking.experiment, plan.name, params={}, tags={})
-
-
-def end_dead_record(plan: SweepPlan, folder: Storage) -> None:
-    """Ends the MLflow run of a start of this name that was killed before it wrote its plan; the next has its own."""
-    if outbox.run_id(folder):
-        with record_of(plan.tracking, folder) as record:
-            record.end(RunStatus.KILLED)
-    for left in ("run.json", "outbox"):
-        (folder / left).delete()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -30,15 +30,15 @@ from rlx.storage.signatures import Signer
 from rlx.sweeps import searchers
 from rlx.sweeps.callback import DriverState, SweepCallback, TrialLog, Watch
 from rlx.sweeps.choices import PAUSING
-from rlx.sweeps.plans import schedule_of
+from rlx.sweeps.plans import check_start, create_sweep, open_record, schedule_of
 from rlx.sweeps.records import (
+    PLAN_FILE,
     SweepPlan,
     TrialRecord,
     TrialRecords,
     TrialState,
     ending_record,
     record_of,
-    reopen_record,
     resuming,
 )
 from rlx.sweeps.room import NeededModel, Room, most_at_once, total_trials
@@ -62,23 +62,27 @@ _MOST_PENDING = "TUNE_MAX_PENDING_TRIALS_PG"
 # The run of a sweep
 
 
-def run_sweep(plan: SweepPlan, storage: Storage, *, resume: bool = False, watch: Watch) -> dict[str, TrialRecord]:
-    """Runs a recorded sweep, or its remaining trials, to the end; returns the record of each trial by name.
+def run_sweep(
+    plan: SweepPlan, storage: Storage, *, watch: Watch, on_begin: Callable[[], None] | None = None
+) -> dict[str, TrialRecord]:
+    """Runs a sweep, or its remaining trials, to the end; returns the record of each trial by name.
 
-    The cluster must be connected. Ends the sweep's MLflow run.
+    The cluster must be connected.
+
+    Args:
+        on_begin: called when nothing is refused any more and the tracking services know the sweep.
 
     Raises:
+        ConfigError: as `make_tuner`.
         KeyboardInterrupt: the sweep was interrupted; a resume continues it.
     """
     folder = storage / "sweeps" / plan.name
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # `failures` says why trials failed
-    if resume:
-        reopen_record(plan, folder)
-    with ending_record(plan, folder):  # if the trials end, Tune's callback has done it
-        made = make_tuner(plan, storage)
-        made.driver.watch = watch
-        with _environment(_LOGGERS_OFF, "1"):  # nobody would read their files, and they cost 6 ms a report
-            made.fit()
+    made = make_tuner(plan, storage)
+    made.driver.watch, made.on_begin = watch, on_begin
+    with _environment(_LOGGERS_OFF, "1"):  # nobody would read their files, and they cost 6 ms a report
+        made.fit()
+    with ending_record(plan, folder):
         results = _results(plan, folder, made.driver.interrupted)
         send_pending(plan.tracking, folder)
     return results
@@ -146,6 +150,7 @@ class SweepTuner(tune.Tuner):
         self.driver = driver
         self._plan, self._folder, self._is_used = plan, folder, False
         self.quiet = True  # `fit` prints nothing; rlx.tuner makes Tuners that show what trials do
+        self.on_begin: Callable[[], None] | None = None  # see `run_sweep`
         self._held = ExitStack()
 
     def hold(self, held: ExitStack) -> None:
@@ -154,7 +159,7 @@ class SweepTuner(tune.Tuner):
         weakref.finalize(self, held.close)
 
     def fit(self) -> tune.ResultGrid:
-        """Runs the trials, and returns when all have ended.
+        """Runs the trials, and returns when all have ended. The sweep's run in the tracking services begins here.
 
         Raises:
             ConfigError: it was called before.
@@ -163,7 +168,15 @@ class SweepTuner(tune.Tuner):
             raise ConfigError(f"a Tuner runs once: {resuming(self._plan)} makes one for what is left of the sweep")
         self._is_used = True
         most = str(max(200, total_trials(self._plan)))  # `concurrency` is the limit
-        with self._held, _environment(_MOST_PENDING, most), ExitStack() as shown:
+        with (
+            self._held,
+            ending_record(self._plan, self._folder),  # if the trials end, Tune's callback has done it
+            _environment(_MOST_PENDING, most),
+            ExitStack() as shown,
+        ):
+            open_record(self._plan, self._folder)
+            if self.on_begin:
+                self.on_begin()
             if not self.quiet:
                 progress = SweepProgress(self._plan.config.train.steps, self._plan.metric)
                 self.driver.watch = shown.enter_context(progress).update
@@ -174,7 +187,15 @@ class SweepTuner(tune.Tuner):
 
 
 def make_tuner(plan: SweepPlan, storage: Storage) -> SweepTuner:
-    """Returns the Tuner of a recorded sweep, or of its remaining trials. The cluster must be connected."""
+    """Returns the Tuner of a new sweep, which it keeps in its folder, or of the remaining trials of one that is kept.
+
+    The cluster must be connected. `plans.check_sweep` has returned the plan of a new sweep.
+
+    Raises:
+        ConfigError: something of the sweep cannot be used; a new one leaves nothing then.
+    """
+    if is_new := not (storage / "sweeps" / plan.name / PLAN_FILE).exists():
+        check_start(plan)
     folder, space = storage / "sweeps" / plan.name, load_space(plan.space, plan.tree)
     records = TrialRecords(folder)
     known = {name: _with_newest_settings(folder, name, record) for name, record in records.all().items()}
@@ -187,11 +208,13 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> SweepTuner:
     source = _trial_source(plan, records, space, known, _options(plan, room, race))
     of_trials = relay.from_driver(plan.tracking, shared.tracking)
     log = TrialLog(plan.tracking, folder, records, schedule, plan.metric, of_trials)
-    driver = DriverState(shared.mailbox, room)
+    driver, of_trial = DriverState(shared.mailbox, room), trainable(plan, storage, shared, most_at_once(plan))
+    if is_new:  # nothing is refused any more
+        create_sweep(plan, storage)
     return SweepTuner(
         plan,
         folder,
-        trainable(plan, storage, shared, most_at_once(plan)),
+        of_trial,
         driver,
         tune_config=tune.TuneConfig(
             metric=plan.metric,

@@ -256,6 +256,13 @@ def both_fail(sweep: Sweep) -> None:
     sweep.fail(1)
 
 
+def the_rest_fails(sweep: Sweep) -> None:
+    """The first trial has finished before a resume."""
+    sweep.records.write("trial_00000", TrialRecord(settings={}, state=TrialState.FINISHED))
+    sweep.start(1)
+    sweep.fail(1)
+
+
 def one_is_interrupted(sweep: Sweep) -> None:
     sweep.start(0, 1)
     sweep.report(0, 8, 0.5)
@@ -277,6 +284,7 @@ FINISHED, FAILED, KILLED = RunStatus.FINISHED, RunStatus.FAILED, RunStatus.KILLE
         (both_finish, {"trial_00000": FINISHED, "trial_00001": FINISHED, "s": FINISHED}, False),
         (one_fails, {"trial_00000": FINISHED, "trial_00001": FAILED, "s": FINISHED}, False),
         (both_fail, {"trial_00000": FAILED, "trial_00001": FAILED, "s": FAILED}, False),
+        (the_rest_fails, {"trial_00001": FAILED, "s": FINISHED}, False),
         (one_is_interrupted, {"trial_00000": FINISHED, "trial_00001": KILLED, "s": KILLED}, True),
         (one_waits, {"trial_00000": FINISHED, "s": KILLED}, True),
     ],

@@ -18,7 +18,7 @@ from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import SIGNATURE, Signer
 from rlx.sweeps import plans, trainable, tuner
 from rlx.sweeps.callback import DriverState
-from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState, find_sweep, reopen_record, trial_name
+from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState, find_sweep, trial_name
 from rlx.sweeps.tuner import SweepTuner
 from rlx.tracking import outbox
 from rlx.tracking.services import mlflow
@@ -159,10 +159,18 @@ def record_failure(storage: Storage, attempts: int) -> None:
 PENDING = "TUNE_MAX_PENDING_TRIALS_PG"
 
 
-def made_tuner(tmp_path: Path, tree: dict[str, Any] = TREE, **options: Any) -> SweepTuner:
+@pytest.fixture
+def place(tmp_path: Path, empty_database: Path) -> Path:
+    """A storage that has MLflow's database already."""
+    shutil.copy(empty_database, tmp_path)
+    return tmp_path
+
+
+def made_tuner(tmp_path: Path, **options: Any) -> SweepTuner:
+    (tmp_path / "space.py").write_text("def space():\n    return {'train.actor_lr': 1e-5}\n")
     run_config = tune.RunConfig(name="tune", storage_path=str(tmp_path))
     return SweepTuner(
-        SweepPlan("s", tree, "space.py", **options),
+        SweepPlan("s", TREE | {"storage": str(tmp_path)}, str(tmp_path / "space.py"), **options),
         Storage.local(tmp_path) / "sweeps" / "s",
         lambda config: None,
         DriverState(),
@@ -172,20 +180,20 @@ def made_tuner(tmp_path: Path, tree: dict[str, Any] = TREE, **options: Any) -> S
 
 @pytest.mark.parametrize(("trials", "most"), [(4, "200"), (90, "270")])  # of 3 seeds
 def test_tune_may_start_all_trials_while_it_runs_and_the_variable_is_as_before(
-    trials: int, most: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trials: int, most: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = list[str | None]()
     monkeypatch.setattr(tune.Tuner, "fit", lambda self: seen.append(os.environ.get(PENDING)))
     monkeypatch.delenv(PENDING, raising=False)
-    made_tuner(tmp_path, trials=trials, seeds=3).fit()
+    made_tuner(place, trials=trials, seeds=3).fit()
     assert (seen, PENDING in os.environ) == ([most], False)
     monkeypatch.setenv(PENDING, "7")
-    made_tuner(tmp_path, trials=trials, seeds=3).fit()
+    made_tuner(place, trials=trials, seeds=3).fit()
     assert (seen, os.environ[PENDING]) == ([most, most], "7")
 
 
 def test_a_tuner_runs_once_and_gives_its_claim_back_also_after_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_back = list[str]()
 
@@ -195,7 +203,7 @@ def test_a_tuner_runs_once_and_gives_its_claim_back_also_after_an_error(
 
     monkeypatch.setattr(tune.Tuner, "fit", fail)
     monkeypatch.delenv(PENDING, raising=False)
-    made = made_tuner(tmp_path)
+    made = made_tuner(place)
     held = ExitStack()
     held.callback(given_back.append, "given back")
     made.hold(held)
@@ -204,19 +212,42 @@ def test_a_tuner_runs_once_and_gives_its_claim_back_also_after_an_error(
     assert (given_back, PENDING in os.environ) == (["runs", "given back"], False)
     with pytest.raises(ConfigError) as raised:
         made.fit()
-    assert str(raised.value) == "a Tuner runs once: rlx.resume_tuner('s') makes one for what is left of the sweep"
+    way_on = f"rlx.resume_tuner('s', storage='{place}')"
+    assert str(raised.value) == f"a Tuner runs once: {way_on} makes one for what is left of the sweep"
     assert given_back == ["runs", "given back"]
 
 
-def test_a_race_is_kept_by_its_tuner_once_all_trials_have_ended(
-    tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch
+def status_in_mlflow(folder: Storage) -> str:
+    uri = mlflow.default_uri(Path(folder.path).parents[1])
+    return mlflow.get_run(uri, str(outbox.run_id(folder))).status
+
+
+def test_the_run_of_a_sweep_begins_with_the_fit_and_goes_on_with_the_next_one(
+    place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copy(empty_database, tmp_path)
+    seen = list[str]()
+
+    def fail(self: SweepTuner) -> None:
+        seen.append(status_in_mlflow(self._folder))
+        raise RuntimeError("the cluster is gone")
+
+    monkeypatch.setattr(tune.Tuner, "fit", fail)
+    made = [made_tuner(place, seeds=2) for _ in range(2)]
+    assert outbox.run_id(made[0]._folder) is None
+    for each in made:
+        with pytest.raises(RuntimeError, match="the cluster is gone"):
+            each.fit()
+        assert status_in_mlflow(each._folder) == "FAILED"
+    assert seen == ["RUNNING", "RUNNING"]
+    run = mlflow.get_run(mlflow.default_uri(place), str(outbox.run_id(made[0]._folder)))
+    assert (run.params["trials"], run.tags["rlx.seeds"], run.tags["rlx.attempt"]) == ("8", "2", "2")
+
+
+def test_a_race_is_kept_by_its_tuner_once_all_trials_have_ended(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune.Tuner, "fit", lambda self: None)
-    uri, tree = mlflow.default_uri(tmp_path), TREE | {"storage": str(tmp_path)}
+    uri = mlflow.default_uri(place)
     for state in (TrialState.OPEN, TrialState.FINISHED):
-        made = made_tuner(tmp_path, tree, trials=2, seeds=2, scheduler="race")
-        reopen_record(made._plan, made._folder)
+        made = made_tuner(place, trials=2, seeds=2, scheduler="race")
         records = TrialRecords(made._folder)
         for number in range(4):
             records.write(trial_name(number), TrialRecord(settings={"seed": number}, state=state, reports=[(3, 0.5)]))

@@ -168,27 +168,13 @@ def created(plan: SweepPlan, storage: Storage) -> SweepPlan:
     return plan
 
 
-def test_what_the_cluster_refuses_leaves_no_sweep(ray_cluster: None, tmp_path: Path) -> None:
-    storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.actor_lr': tune.uniform(0, 1)}")
+def test_a_sweep_whose_trials_the_cluster_cannot_hold_cannot_begin(ray_cluster: None, tmp_path: Path) -> None:
+    space = space_file(tmp_path, "{'train.actor_lr': tune.uniform(0, 1)}")
     tree = {"storage": str(tmp_path), "scaling": {"placement_strategy": "STRICT_PACK"}}
     plan = SweepPlan("s", tree, space, scheduler="pbt", trials=40)
     with pytest.raises(ConfigError, match=r"^--scheduler pbt with 40 trials, \d at once, needs scaling"):
-        created(plan, storage)
-    assert (storage / "sweeps" / "s").names() == []
-    created(replace(plan, scheduler="asha"), storage)  # the name is free
-
-
-def test_a_start_that_was_killed_before_its_plan_leaves_nothing_to_the_next_sweep_of_its_name(tmp_path: Path) -> None:
-    storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.actor_lr': tune.uniform(0, 1)}")
-    plan = SweepPlan("s", {"storage": str(tmp_path)}, space, trials=2, scheduler="asha")
-    dead = run_of(created(plan, storage), storage)
-    (tmp_path / "sweeps" / "s" / "sweep.json").unlink()
-    created(replace(plan, trials=3, scheduler="median"), storage)
-    client = mlflow.client(mlflow.default_uri(tmp_path))
-    assert client.get_run(dead).info.status == "KILLED"
-    new = client.get_run(run_of(plan, storage))
-    assert (new.info.status, new.data.params["trials"], new.data.tags["rlx.scheduler"]) == ("RUNNING", "3", "median")
-    assert "rlx.rungs" not in new.data.tags
+        plans.check_start(plan)
+    plans.check_start(replace(plan, scheduler="asha"))
 
 
 def test_a_grid_within_a_random_search_is_counted_once(tmp_path: Path) -> None:
@@ -226,7 +212,8 @@ def test_the_rungs_of_a_sweep_are_recorded_with_it(
     scheduler: Any, rungs: str | None, ray_cluster: None, tmp_path: Path
 ) -> None:
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
-    created(SweepPlan("s", {"storage": str(tmp_path)}, space, scheduler=scheduler, seeds=2), storage)
+    plan = created(SweepPlan("s", {"storage": str(tmp_path)}, space, scheduler=scheduler, seeds=2), storage)
+    plans.open_record(plan, storage / "sweeps" / "s")
     run = mlflow.client(mlflow.default_uri(tmp_path)).get_run(outbox.run_id(storage / "sweeps" / "s"))
     assert run.data.tags.get("rlx.rungs") == rungs
 
@@ -255,7 +242,7 @@ def test_what_all_trials_of_a_population_share_is_neither_refused_nor_told_of(
 def test_rungs_in_tokens_are_recorded_and_read_back(tmp_path: Path) -> None:
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
     plan = SweepPlan("s", {"storage": str(tmp_path)}, space, scheduler="asha", rung_by="tokens")
-    created(plan, storage)
+    plans.open_record(created(plan, storage), storage / "sweeps" / "s")
     assert plans.saved_sweep(storage, "s").rung_by == "tokens"
     tags = mlflow.client(mlflow.default_uri(tmp_path)).get_run(outbox.run_id(storage / "sweeps" / "s")).data.tags
     assert (tags["rlx.rung_by"], tags.get("rlx.rungs")) == ("tokens", None)
@@ -519,20 +506,24 @@ def test_whoever_knows_ray_alone_finds_what_they_expect(
     assert status_of(plan, storage) == "FINISHED"
 
 
-@pytest.mark.parametrize("is_resume", [False, True])
-def test_a_sweep_that_cannot_begin_does_not_run_in_mlflow(
-    is_resume: bool, tiny_model: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_sweep_that_cannot_begin_leaves_nothing(
+    tiny_model: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if is_resume:
-        prepared(tiny_model, place, "{'train.actor_lr': tune.uniform(0, 1)}")
+    config, space = from_tree({"name": "s", **small_tree(tiny_model, place)}), {"train.actor_lr": tune.uniform(0, 1)}
+    storage = open_storage(str(place / "storage"))
     with monkeypatch.context() as patched, pytest.raises(ConfigError, match=r"^no room$"):
-        patched.setattr(tuner, "most_at_once", refuse)  # as the cluster does when a node has gone meanwhile
-        if is_resume:
-            rlx.resume_tuner("s", storage=str(place / "storage"))
-        else:
-            config = from_tree({"name": "s", **small_tree(tiny_model, place)})
-            rlx.tuner(config, space={"train.actor_lr": tune.uniform(0, 1)})
-    assert status_of(*saved_sweep(place)) == "FAILED"
+        patched.setattr(tuner, "most_at_once", refuse)  # the last refusal: a node has gone meanwhile
+        rlx.tuner(config, space=space)
+    assert (storage / "sweeps").names() == (storage / "search_spaces").names() == []
+
+    made = rlx.tuner(config, space=space)  # the name is free
+    folder = storage / "sweeps" / "s"
+    assert outbox.run_id(folder) is None  # its run begins with the fit, which may never come
+    made._held.close()
+    with monkeypatch.context() as patched, pytest.raises(ConfigError, match=r"^no room$"):
+        patched.setattr(tuner, "most_at_once", refuse)
+        rlx.resume_tuner("s", storage=str(place / "storage"))
+    assert outbox.run_id(folder) is None
 
 
 def refuse(plan: SweepPlan) -> int:
@@ -583,10 +574,10 @@ def test_trials_that_failed_run_again_when_that_is_asked_for(
     assert plans.ended_trials(plan, storage) == len(results) and plans.is_finished(plan, len(results))
     with pytest.raises(ConfigError, match=r"sweep 's' is finished: no trial is left to run; rlx\.load_sweep\('s'\)"):
         rlx.resume_tuner("s", storage=str(place / "storage"))
-    assert tuner.run_sweep(plan, storage, resume=True, watch=News().watch) == results  # nothing is left to do
+    assert tuner.run_sweep(plan, storage, watch=News().watch) == results  # nothing is left to do
     flag.unlink()
     assert plans.restart_failed(plan, storage, from_scratch=from_scratch) == ["trial_00000"]
-    again = tuner.run_sweep(plan, storage, resume=True, watch=News().watch)
+    again = tuner.run_sweep(plan, storage, watch=News().watch)
     nothing_left(15)
     assert {record.state for record in again.values()} == {"finished"}
     newest = "trial_00000.2" if from_scratch else "trial_00000"
