@@ -12,7 +12,8 @@ from rlx.config.errors import ConfigError, nearest
 from rlx.config.sections.data import DataConfig, EvalConfig
 
 METRICS = {
-    "reward/mean": "mean score of the completions of the step, minus penalties",
+    "reward/mean": "mean score of the completions of the step, minus penalties; without episodes whose environment "
+    "failed, as the other rewards, task/accuracy, kl/* and policy/entropy",
     "reward/std": "standard deviation of these scores",
     "reward/minus_kl": "mean score minus kl/coef x KL of the responses trained on (algorithm.kl_placement reward)",
     "reward/NAME": "mean of the reward function NAME alone",

@@ -77,6 +77,11 @@ class Selection:
         self._alike: list[bool] = []  # whether each group is left out while there are others
         self._taken = 0  # groups that `take` has given
 
+    @property
+    def counted(self) -> list[ScoredCompletion]:
+        """The candidates that say something of the policy: those whose environment has not failed."""
+        return [each for each in self.candidates if not each.completion.has_failed]
+
     def add(self, scored: Sequence[ScoredCompletion]) -> None:
         """Adds the groups of a round of generation, or of a part of one."""
         size = self.samples + self.greedy

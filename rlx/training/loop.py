@@ -164,7 +164,8 @@ def reference_logprobs(trainer: Trainer, batch: RolloutBatch) -> Tensor | None:
 def compute_advantages(trainer: Trainer, batch: LogprobBatch) -> tuple[Experience, Sums]:
     """Adds advantages and returns `[B, T]`; also gives sums of the KL to the reference over this rank's tokens.
 
-    They are of two estimates: `kl/ref` is k3, `kl/penalty` is that of algorithm.kl_estimator.
+    They are of two estimates: `kl/ref` is k3, `kl/penalty` is that of algorithm.kl_estimator. Episodes whose
+    environment failed are not in them.
     """
     settings, mask = trainer.config.algorithm, batch.mask
     scores, greedy_scores = normalize_rewards(trainer, batch)
@@ -178,8 +179,8 @@ def compute_advantages(trainer: Trainer, batch: LogprobBatch) -> tuple[Experienc
     if settings.whiten_advantages:
         total = trainer.mesh.all_reduce_sum(masking.moments(advantages, batch.loss_mask))
         advantages = masking.masked_whiten(advantages, mask, total=total)
-    ref = k3(batch.logprobs - batch.ref_logprobs)
-    sums: Sums = {"kl/ref": masking.masked_sum(ref, mask), "kl/penalty": masking.masked_sum(kl, mask)}
+    ref, counted = k3(batch.logprobs - batch.ref_logprobs), mask * batch.counted[:, None]
+    sums: Sums = {"kl/ref": masking.masked_sum(ref, counted), "kl/penalty": masking.masked_sum(kl, counted)}
     return batch.with_advantages(advantages, returns), sums
 
 

@@ -11,7 +11,7 @@ import resource
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -142,6 +142,9 @@ def summarize(
 ) -> tuple[dict[str, float], StepCounts]:
     """The step's metrics and counts over all ranks; a collective call.
 
+    What judges the policy (rewards, accuracy, entropy, the KL to the reference) is of the episodes whose environment
+    has not failed, as the losses are; what describes the step's work is of all.
+
     Call it after the update: with deferred log-probabilities, the old ones exist only then.
 
     Args:
@@ -152,11 +155,12 @@ def summarize(
         seconds: of the step's parts, by metric name.
     """
     updates = _of_scores(trainer, selection) | _of_episodes(trainer, selection) | _of_tokens(trainer, batch, stats)
-    updates |= _of_kl(trainer, batch, kl_sums) | _of_policy(trainer, batch, stats) | _of_values(trainer, batch, stats)
-    updates |= _of_mismatch(trainer, batch, stats.first)
+    counted = replace(batch, mask=batch.mask * batch.counted[:, None])
+    updates |= _of_kl(trainer, counted, kl_sums) | _of_policy(trainer, counted, stats)
+    updates |= _of_values(trainer, batch, stats) | _of_mismatch(trainer, batch, stats.first)
     metrics = dict(seconds) | over_ranks(trainer, updates) | _known_here(trainer, stats)
     labels = trainer.config.data.labels
-    metrics |= by_source(trainer, labels, selection.candidates, "task/accuracy", "reward/mean")
+    metrics |= by_source(trainer, labels, selection.counted, "task/accuracy", "reward/mean")
     completions, generated, trained = (metrics.pop(name) for name in _NOT_REPORTED)
     # While the critic warms up, the policy is the reference.
     kl_ref = metrics.get("kl/ref") if stats.policy_learned else None
@@ -174,13 +178,13 @@ _NOT_REPORTED = ("completions", "generated", "trained")
 
 
 def _of_scores(trainer: Trainer, selection: Selection) -> Updates:
-    candidates = selection.candidates
-    scores, groups = [each.score for each in candidates], len(candidates) / selection.samples
+    candidates, counted = selection.candidates, selection.counted
+    scores, groups = [each.score for each in counted], len(candidates) / selection.samples
     lengths = [each.completion.num_drawn for each in candidates]
     updates: Updates = {
         "reward/mean": (Mean, scores),
         "reward/std": (Deviation, scores),
-        "task/accuracy": (Mean, [each.is_correct for each in candidates]),
+        "task/accuracy": (Mean, [each.is_correct for each in counted]),
         "response/length_mean": (Mean, lengths),
         "response/length_min": (Minimum, lengths),
         "response/length_max": (Maximum, lengths),
@@ -191,7 +195,7 @@ def _of_scores(trainer: Trainer, selection: Selection) -> Updates:
         "time/generation": (Maximum, selection.seconds),
     }
     for name in trainer.config.reward.reported:
-        own = [each.scores_by_function[name] for each in candidates if name in each.scores_by_function]
+        own = [each.scores_by_function[name] for each in counted if name in each.scores_by_function]
         updates[f"reward/{name}"] = (Mean, own)
     updates |= _of_sources(trainer.config.data.labels, selection)
     return updates | ({"groups/generated": (Total, groups)} if selection.filtered else {})
@@ -252,8 +256,8 @@ def _of_kl(trainer: Trainer, batch: Experience, kl_sums: Sums) -> Updates:
         return {}
     updates: Updates = {name: (Ratio, kl_sums[name], batch.mask.sum()) for name in ("kl/ref", "kl/penalty")}
     if trainer.config.algorithm.kl_placement == "reward":
-        objective = batch.scores.sum() - trainer.kl.coef * kl_sums["kl/penalty"]
-        updates["reward/minus_kl"] = (Ratio, objective, len(batch.scores))
+        objective = (batch.scores * batch.counted).sum() - trainer.kl.coef * kl_sums["kl/penalty"]
+        updates["reward/minus_kl"] = (Ratio, objective, batch.counted.sum())
     return updates
 
 

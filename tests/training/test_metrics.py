@@ -1,7 +1,7 @@
 """The metrics of a step by hand: the same four completions on one rank and on two."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -17,7 +17,7 @@ from rlx.tracking.metrics import meaning
 from rlx.training import loop, metrics
 from rlx.training.aggregation import Excess, over_ranks
 from rlx.training.collector import Selection
-from rlx.training.experience import Experience
+from rlx.training.experience import Experience, LogprobBatch
 from rlx.training.stats import LossStats, Sums, UpdateStats
 from rlx.types import Completion, Episode, FailureKind, Observation, Prompt, ScoredCompletion, Turn
 
@@ -246,13 +246,30 @@ def failed(rank: int, ranks: int) -> dict[str, float]:
     return of_critic_alone(selection, replace(whole, trained=torch.zeros(4)))
 
 
-def of_critic_alone(selection: Selection, batch: Experience | None = None, **more: Any) -> dict[str, float]:
+def partly_failed(rank: int, ranks: int, failed: list[int]) -> dict[str, float]:
+    """Those of a step of which some episodes have failed; the policy is a nat from the reference at each token."""
+    played = Episode(Observation(), (Turn(0, 1, 3, Observation()),), failure="no luck", kind="raised")
+    rows, whole = scored(), experience(slice(0, 4))
+    for i in failed:
+        rows[i] = replace(rows[i], completion=replace(rows[i].completion, episode=played))
+    selection = Selection(2, 2, filtered=False, greedy=False)
+    selection.add(rows)
+    counted = torch.tensor([float(i not in failed) for i in range(4)])
+    batch = replace(whole, counted=counted, trained=counted, ref_logprobs=whole.logprobs - whole.mask)
+    before = LogprobBatch(**{each.name: getattr(batch, each.name) for each in fields(LogprobBatch)})
+    _, kl_sums = loop.compute_advantages(trainer_of(Mesh.of("cpu", 1)), before)
+    return of_critic_alone(selection, batch, kl_sums)
+
+
+def of_critic_alone(
+    selection: Selection, batch: Experience | None = None, kl_sums: Sums | None = None, **more: Any
+) -> dict[str, float]:
     """The metrics of a step in which the critic alone has learned."""
     batch = batch or experience(slice(0, 4))
     tokens = 2 * float(batch.loss_mask.sum())
     losses = LossStats({"value/loss": tokens / 2, "value/clip_fraction": 0.0}, tokens)
     stats = UpdateStats(losses, grad_norms={"critic": 6.0}, passes=2, optimizer_steps=2, positions=20)
-    kl_sums: Sums = {"kl/ref": 0.0, "kl/penalty": 0.0}
+    kl_sums = kl_sums or {"kl/ref": 0.0, "kl/penalty": 0.0}
     seconds = {"time/rollout": 4.0, "time/update": 2.0, "time/step": 8.0}
     trainer = trainer_of(Mesh.of("cpu", 1), **more)
     found, counts = metrics.summarize(trainer, selection, batch, stats, kl_sums, seconds)  # type: ignore[arg-type]
@@ -271,6 +288,26 @@ def test_what_a_step_trained_on_without_a_token_is_left_out(on_ranks: OnRanks) -
     of_tokens = {f"{name}/{kind}" for name in ("advantage", "value", "return") for kind in ("mean", "std")}
     assert set(whole) - set(found) == of_tokens | {"value/clip_fraction", "value/explained_variance"}
     assert not any(map(math.isnan, found.values()))
+
+
+def test_what_judges_the_policy_leaves_out_episodes_whose_environment_failed(on_ranks: OnRanks) -> None:
+    (found,) = on_ranks(1, partly_failed, [0])  # the first scored 0 with one token
+    expected = {
+        "reward/mean": 2 / 3,
+        "reward/std": math.sqrt((1 + 0.25 + 0.25) / 3 - (2 / 3) ** 2),
+        "reward/length": -2 / 3,
+        "task/accuracy": 1 / 3,
+        "policy/entropy": 1.5 / 7,
+        "kl/ref": math.exp(-1),  # k3 of a ratio of e
+        "reward/minus_kl": (2 - 0.1 * 7 * found["kl/penalty"]) / 3,
+        "response/length_mean": 2.0,  # what the step's work was is of all
+        "staleness/mean": 0.5,
+        "episode/failed_fraction": 1.0,  # of those that are episodes
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    (nothing,) = on_ranks(1, partly_failed, [0, 1, 2, 3])
+    assert not {"reward/mean", "task/accuracy", "policy/entropy", "kl/ref", "reward/minus_kl"} & set(nothing)
+    assert all(map(math.isfinite, nothing.values()))
 
 
 def test_shares_of_sources_are_those_of_what_is_trained_on(on_ranks: OnRanks) -> None:
