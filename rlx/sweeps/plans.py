@@ -255,7 +255,7 @@ def schedule_of(plan: SweepPlan, space: Space, known: Mapping[str, TrialRecord] 
 # A sweep's folder
 
 
-def check_start(plan: SweepPlan) -> None:
+def check_can_begin(plan: SweepPlan) -> None:
     """Returns if a new sweep may begin. The cluster must be connected.
 
     Raises:

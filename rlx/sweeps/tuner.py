@@ -30,7 +30,7 @@ from rlx.storage.signatures import Signer
 from rlx.sweeps import searchers
 from rlx.sweeps.callback import DriverState, SweepCallback, TrialLog, Watch
 from rlx.sweeps.choices import PAUSING
-from rlx.sweeps.plans import check_start, create_sweep, open_record, schedule_of
+from rlx.sweeps.plans import check_can_begin, create_sweep, open_record, schedule_of
 from rlx.sweeps.records import (
     PLAN_FILE,
     SweepPlan,
@@ -195,7 +195,7 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> SweepTuner:
         ConfigError: something of the sweep cannot be used; a new one leaves nothing then.
     """
     if is_new := not (storage / "sweeps" / plan.name / PLAN_FILE).exists():
-        check_start(plan)
+        check_can_begin(plan)
     folder, space = storage / "sweeps" / plan.name, load_space(plan.space, plan.tree)
     records = TrialRecords(folder)
     known = {name: _with_newest_settings(folder, name, record) for name, record in records.all().items()}
@@ -226,16 +226,20 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> SweepTuner:
             trial_name_creator=source.name_of,
             trial_dirname_creator=source.name_of,
         ),
-        run_config=tune.RunConfig(
-            name=_tune_folder(folder),
-            storage_path=folder.path,
-            storage_filesystem=storage.filesystem,
-            callbacks=[SweepCallback(plan, log, driver)],
-            failure_config=tune.FailureConfig(max_failures=plan.config.scaling.max_failures),
-            # The newest pointer alone leads somewhere for certain where `checkpoint.keep_last` deletes checkpoints.
-            checkpoint_config=tune.CheckpointConfig(num_to_keep=None if _keeps_all(plan) else 1),
-            verbose=0,
-        ),
+        run_config=_run_config(plan, folder, SweepCallback(plan, log, driver)),
+    )
+
+
+def _run_config(plan: SweepPlan, folder: Storage, callback: SweepCallback) -> tune.RunConfig:
+    return tune.RunConfig(
+        name=_tune_folder(folder),
+        storage_path=folder.path,
+        storage_filesystem=folder.filesystem,
+        callbacks=[callback],
+        failure_config=tune.FailureConfig(max_failures=plan.config.scaling.max_failures),
+        # The newest pointer alone leads somewhere for certain where `checkpoint.keep_last` deletes checkpoints.
+        checkpoint_config=tune.CheckpointConfig(num_to_keep=None if _keeps_all(plan) else 1),
+        verbose=0,
     )
 
 

@@ -173,8 +173,8 @@ def test_a_sweep_whose_trials_the_cluster_cannot_hold_cannot_begin(ray_cluster: 
     tree = {"storage": str(tmp_path), "scaling": {"placement_strategy": "STRICT_PACK"}}
     plan = SweepPlan("s", tree, space, scheduler="pbt", trials=40)
     with pytest.raises(ConfigError, match=r"^--scheduler pbt with 40 trials, \d at once, needs scaling"):
-        plans.check_start(plan)
-    plans.check_start(replace(plan, scheduler="asha"))
+        plans.check_can_begin(plan)
+    plans.check_can_begin(replace(plan, scheduler="asha"))
 
 
 def test_a_grid_within_a_random_search_is_counted_once(tmp_path: Path) -> None:
