@@ -16,6 +16,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from rlx.rollout import vllm_engine
 
+# On GPUs vLLM's attention for float32 is a kernel of Triton's, whose products keep ten bits of each number by default.
+_FLOAT32_ENVIRONMENT = {"TRITON_F32_DEFAULT": "ieee"}
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
@@ -32,7 +35,8 @@ class EngineSpec:
     def environment(self) -> dict[str, str]:
         """The environment variables of the engine's process."""
         on_cpu = {} if self.resources.get("GPU", 0) > 0 else vllm_engine.CPU_ENVIRONMENT
-        return vllm_engine.ENVIRONMENT | on_cpu
+        exact = _FLOAT32_ENVIRONMENT if self.options.get("dtype") == "float32" else {}
+        return vllm_engine.ENVIRONMENT | on_cpu | exact
 
 
 def start_engines(spec: EngineSpec, group: PlacementGroup, bundles: Sequence[int]) -> list[Any]:

@@ -6,6 +6,7 @@ import pytest
 
 from rlx.config.sections.model import ALL_LAYERS, ModelConfig
 from rlx.config.sections.rollout import RolloutConfig
+from rlx.rollout.engine_actors import EngineSpec
 from rlx.rollout.engine_args import adapter_config, engine_args
 
 
@@ -69,3 +70,11 @@ def test_adapters_are_described_as_peft_does() -> None:
 
 def test_options_of_engines_come_last() -> None:
     assert made({"engine_options": {"block_size": 16, "seed_offset": 1}})["block_size"] == 16
+
+
+def test_an_engine_of_a_float32_model_multiplies_float32_exactly_on_a_gpu() -> None:
+    def precision(dtype: str) -> str | None:
+        return EngineSpec("model", {"dtype": dtype}, {"GPU": 1.0}).environment.get("TRITON_F32_DEFAULT")
+
+    assert precision("float32") == "ieee"
+    assert precision("bfloat16") is None
