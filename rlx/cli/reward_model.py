@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import shlex
 import time
@@ -54,8 +55,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", metavar="FOLDER", help="new folder for it (default: models/reward-N in the storage)")
     parser.add_argument("--epochs", type=_count, default=5, help="passes over the pairs")
     parser.add_argument("--batch", type=_count, default=64, help="pairs per optimizer step")
-    parser.add_argument("--lr", type=float, default=5e-4, help="highest learning rate")
-    parser.add_argument("--held-out", type=_count, default=256, help="last pairs, kept for measuring")
+    parser.add_argument("--lr", type=_rate, default=5e-4, help="highest learning rate")
+    parser.add_argument(
+        "--held-out", type=_count, default=256, help="pairs for measuring, about: those of the last prompts"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of generated pairs, their order and the new layer")
     parser.add_argument("--storage", default=RunConfig().storage, help="folder for the model and the MLflow records")
     return parser
@@ -67,6 +70,16 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")
+    return value
+
+
 def train_reward_model(args: argparse.Namespace) -> int:
     """Trains the reward model, shows its progress and how to use it.
 
@@ -76,7 +89,12 @@ def train_reward_model(args: argparse.Namespace) -> int:
     """
     started, options = time.monotonic(), vars(args)
     if "pairs" in options and not Path(args.pairs).is_file():
-        raise ConfigError(f"--pairs {args.pairs}: no such file")
+        what = "it is a folder, expected a .jsonl file" if Path(args.pairs).is_dir() else "no such file"
+        raise ConfigError(f"--pairs {args.pairs}: {what}")
+    from rlx.models.folder import is_model_folder
+
+    if "base" in options:
+        is_model_folder(args.base, "--base")  # or it may be a name on the hub
     from rlx.rewards import preferences  # slow to import
     from rlx.runs import preflight
     from rlx.storage.addresses import resolve_address

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,17 +75,25 @@ def pairs_of_questions(questions: Sequence[tuple[str, str]], seed: int) -> list[
 
 
 def hold_out_pairs(pairs: Sequence[Pair], count: int) -> tuple[list[Pair], list[Pair]]:
-    """(training pairs, the last `count` pairs): training pairs share no prompt with those that are held out.
+    """(training pairs, held-out pairs): each prompt is on one side with all its pairs, so that none is lost.
+
+    Held out are the last prompts that bring the number of their pairs nearer to `count`, or the one with the fewest
+    pairs if none does.
 
     Raises:
         ConfigError: no training pair is left.
     """
-    held_out = list(pairs[-count:])
-    prompts = {pair.prompt for pair in held_out}
+    sizes, missing, prompts = Counter(pair.prompt for pair in pairs), count, set[str]()
+    latest_first = dict.fromkeys(pair.prompt for pair in reversed(pairs))
+    for prompt in latest_first:
+        if sizes[prompt] < 2 * missing:
+            prompts.add(prompt)
+            missing -= sizes[prompt]
+    prompts = prompts or {min(latest_first, key=sizes.__getitem__)}
     training = [pair for pair in pairs if pair.prompt not in prompts]
     if not training:
         raise ConfigError(f"{len(pairs)} pairs are too few to hold {count} out: no other prompt is left")
-    return training, held_out
+    return training, [pair for pair in pairs if pair.prompt in prompts]
 
 
 # --- training

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from rlx.cli import reward_model
 from rlx.cli.reward_model import generated_pairs, new_folder, train_and_save
 from rlx.config.errors import ConfigError
 from rlx.rewards.preferences import Pair, Recipe, TrainingResult, bradley_terry_loss, hold_out_pairs, read_pairs
@@ -96,10 +97,20 @@ def test_generated_pairs_hold_the_answer_and_a_number_near_it() -> None:
 def test_a_prompt_is_never_on_both_sides() -> None:
     again = [*PAIRS, Pair(prompt=PAIRS[0].prompt, chosen="a", rejected="b")]
     training, held_out = hold_out_pairs(again, 10)
-    assert held_out == again[-10:]
-    assert training == PAIRS[1:-9]
+    assert held_out == [PAIRS[0], *again[-9:]]
+    assert training == PAIRS[1:-8]
+    assert hold_out_pairs(PAIRS, 10) == (PAIRS[:-10], PAIRS[-10:])
     with pytest.raises(ConfigError, match="96 pairs are too few to hold 96 out"):
         hold_out_pairs(PAIRS, 96)
+
+
+@pytest.mark.parametrize(("count", "held"), [(8, 10), (5, 5), (4, 5), (1, 4), (23, 24)])
+def test_no_pair_is_lost_where_prompts_have_several(count: int, held: int) -> None:
+    """40 pairs on 9 prompts, of which the first 4 have 5 each and the others 4."""
+    pairs = [Pair(prompt=f"{i % 9}", chosen=f"{i}", rejected="") for i in range(40)]
+    training, held_out = hold_out_pairs(pairs, count)
+    assert len(held_out) == held and sorted([*training, *held_out], key=lambda pair: int(pair.chosen)) == pairs
+    assert not {pair.prompt for pair in training} & {pair.prompt for pair in held_out}
 
 
 # --- training
@@ -210,3 +221,39 @@ def test_two_at_once_make_two_models_and_neither_works_for_nothing(tmp_path: Pat
     with pytest.raises(ConfigError, match="overwrites nothing"), new_folder(str(tmp_path), out):
         pass
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine", "models", "reward-2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--lr", "nan"], "expected a number above 0, found 'nan'"),
+        (["--lr", "-1"], "expected a number above 0, found '-1'"),
+        (["--lr", "inf"], "expected a number above 0, found 'inf'"),
+        (["--lr", "fast"], "expected a number above 0, found 'fast'"),
+        (["--batch", "0"], "expected a whole number above 0, found '0'"),
+    ],
+)
+def test_options_have_their_values(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        reward_model.main(words)
+    assert line in capsys.readouterr().err
+
+
+def test_pairs_in_a_folder_are_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert reward_model.main(["--pairs", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"error: --pairs {tmp_path}: it is a folder, expected a .jsonl file\n"
+    assert reward_model.main(["--pairs", f"{tmp_path}/none"]) == 1
+    assert "no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("base", ["try1@best", "{}/step_000010", "{}"])
+def test_a_checkpoint_is_no_base_but_can_be_exported(
+    base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "step_000010").mkdir()
+    (tmp_path / "step_000010" / "manifest.json").touch()
+    (tmp_path / "run.json").touch()
+    base = base.format(tmp_path)
+    assert reward_model.main(["--base", base, "--storage", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: --base {base}: ") and f"rlx export {base} makes" in said
