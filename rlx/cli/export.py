@@ -59,12 +59,13 @@ def _argument_parser() -> argparse.ArgumentParser:
 def write(args: argparse.Namespace) -> int:
     """Finds the checkpoint, exports it, and prints what it is and how to load it."""
     check_model_name(args.register)
-    out = free_folder(args.out) if args.out else None
+    out = free_folder(args, args.out) if args.out else None
     _, checkpoint = run_folder.checkpoint_of(which(args.run, args.checkpoint), args.storage)
     manifest = checkpoint.manifest
     assert manifest
+    check_recorded(args.register, manifest.mlflow_run_id)
     config = run_config(args, checkpoint)
-    folder = out or free_folder(default_folder(args, f"{config.name}-{checkpoint.name}"))
+    folder = out or free_folder(args, default_folder(args, f"{config.name}-{checkpoint.name}"))
     from rlx.runs import export  # slow to import
 
     difference = export.export(checkpoint, export.Export(config, args.weights == "average", args.adapter), folder)
@@ -74,6 +75,7 @@ def write(args: argparse.Namespace) -> int:
     print(f"largest difference of a log-probability from the trainer's: {difference:.2g}")
     print(f"load it: {loading(folder, args.adapter)}")
     if args.register:
+        assert manifest.mlflow_run_id
         uri = tracking_uri(config.tracking, config.storage)
         version = registered(uri, manifest.mlflow_run_id, folder, args.register)
         print(f"registered as {args.register}, version {version}: {MLflowService(uri).browse_command()}")
@@ -90,6 +92,15 @@ def check_model_name(name: str | None) -> None:
     )
 
 
+def check_recorded(name: str | None, run_id: str | None) -> None:
+    """Raises ConfigError if a model is to be registered, and MLflow has no run of its checkpoint."""
+    if name is not None and run_id is None:
+        raise ConfigError(
+            f"--register {name}: MLflow has no run of this checkpoint: it had not answered when the checkpoint was "
+            f"written, or tracking.backends left it out; without --register it is exported all the same"
+        )
+
+
 def run_config(args: argparse.Namespace, checkpoint: CheckpointEntry) -> RunConfig:
     """Returns the config of the checkpoint's run, with the storage's address of today if the run is named."""
     tree = run_folder.inherited_settings(checkpoint, print, trust=args.trust, used=run_folder.USED_BY_EXPORTS)
@@ -103,17 +114,12 @@ def default_folder(args: argparse.Namespace, name: str) -> str:
     return f"exports/{name}{suffix}"
 
 
-def registered(uri: str, run_id: str | None, folder: Path, name: str) -> str:
+def registered(uri: str, run_id: str, folder: Path, name: str) -> str:
     """Registers the exported model in MLflow; returns its version.
 
     Raises:
         ConfigError: MLflow does not take it.
     """
-    if run_id is None:
-        raise ConfigError(
-            f"--register {name}: MLflow has no run of this checkpoint: it had not answered when the checkpoint was "
-            f"written, or tracking.backends left it out"
-        )
     try:
         return mlflow.register(uri, run_id, folder, name)
     except Exception as error:  # each kind of MLflow store has its own errors
@@ -134,7 +140,7 @@ def which(run: str, step: str | None) -> str:
     return f"{run}@{step}"
 
 
-def free_folder(out: str) -> Path:
+def free_folder(args: argparse.Namespace, out: str) -> Path:
     """Returns the folder to write.
 
     Raises:
@@ -142,7 +148,11 @@ def free_folder(out: str) -> Path:
     """
     folder = Path(out).expanduser().resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"--out {folder} exists already: give another folder, or delete it")
+        problem = f"--out {out} exists already: give another folder, or delete it"
+        if not args.out:
+            problem = f"{out} exists already: --out names another folder"
+        again = "; --register registers a model as it is exported, so export it again" if args.register else ""
+        raise ConfigError(problem + again)
     return folder
 
 

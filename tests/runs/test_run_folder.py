@@ -314,6 +314,29 @@ def test_a_name_that_mlflow_does_not_take_is_refused_before_the_export(
     export.check_model_name("my model-ü")
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--register", "m"], "--register m: MLflow has no run of this checkpoint: "),
+        ([], "exports/a-step_000015 exists already: --out names another folder\n"),
+        (["--out", "mine"], "--out mine exists already: give another folder, or delete it\n"),
+        (
+            ["--out", "mine", "--register", "m"],
+            "--out mine exists already: give another folder, or delete it; --register",
+        ),
+    ],
+)
+def test_what_an_export_cannot_do_is_said_before_it(
+    words: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made(tmp_path / "storage" / "runs" / "a", name="a")
+    for folder in ("mine", "exports/a-step_000015"):
+        (tmp_path / folder / "model").mkdir(parents=True)
+    assert export.main(["a", *words]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {line}")
+
+
 def test_a_refusal_of_what_a_stranger_wrote_is_one_short_line(tmp_path: Path) -> None:
     made(tmp_path / "runs" / "a", reward__answer_pattern="(a)\n" * 5000)
     with pytest.raises(ConfigError) as refused, run_folder.saved_run("a", str(tmp_path), {}):
