@@ -337,6 +337,21 @@ def test_the_command_tells_its_version_and_commands(capsys: pytest.CaptureFixtur
     assert list(COMMANDS) == names
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["resume", "try1"], "; here it is rlx train --resume try1"),
+        (["list"], "; here it is rlx checkpoints"),
+        (["exprt", "try1"], "; nearest: export"),
+        (["frob"], f"; there are {', '.join(COMMANDS)}"),
+    ],
+)
+def test_a_command_that_there_is_not(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert capsys.readouterr().err == f"error: there is no command {words[0]}{hint}\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["rlx", "rlx.cli.main"])
 def test_the_command_runs_as_a_module_of_python(module: str) -> None:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from rlx.cli import listing
 from rlx.cli.options import CommandParser, exit_code
+from rlx.config.errors import ConfigError, where_looked
 from rlx.config.run import RunConfig
-from rlx.storage.addresses import resolve_address
+from rlx.storage.addresses import open_storage, resolve_address
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,7 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Lists the runs of a storage; with RUN, its checkpoints and how to continue from them.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", nargs="?", help="a run's name, or its folder or address")
+    parser.add_argument(
+        "run", metavar="RUN", nargs="?", type=listing.run_argument, help="a run's name, or its folder or address"
+    )
     parser.add_argument(
         "--storage", metavar="ADDRESS", default=RunConfig().storage, help="where runs are kept (default: %(default)s)"
     )
@@ -26,9 +29,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show_runs(storage: str) -> int:
-    """Prints a row per run."""
+    """Prints a row per run.
+
+    Raises:
+        ConfigError: there is no folder at the address, which is not the default.
+    """
     runs = listing.runs(storage)
     if not runs:
+        if storage != RunConfig().storage and not open_storage(storage, create=False).exists():
+            raise ConfigError(f"--storage {storage}: no such folder{where_looked(storage)}")
         print(f"no runs in {resolve_address(storage)} yet: rlx train makes one")
         return 0
     print(listing.runs_table(runs, _width()))

@@ -15,8 +15,6 @@ from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
 from rlx.runs import run_folder
 from rlx.runs.preflight import tracking_uri
-from rlx.storage import checkpoint_catalog
-from rlx.storage.addresses import without_options
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.tracking.services import mlflow, mlflow_errors
 from rlx.tracking.services.mlflow import MLflowService
@@ -134,8 +132,7 @@ def which(run: str, step: str | None) -> str:
     """
     if step is None:
         return run
-    name = Path(without_options(run)).name
-    if "@" in run.rpartition("/")[2] or checkpoint_catalog.is_checkpoint_name(name):
+    if listing.run_of(run) != run:
         raise ConfigError(f"--checkpoint {step} needs a run's name, folder or address: {run} names a checkpoint")
     return f"{run}@{step}"
 

@@ -7,6 +7,7 @@ Left out: the checksums of the files, which are verified when a checkpoint is lo
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import time
 from collections.abc import Collection, Sequence
@@ -25,7 +26,7 @@ from rlx.config.sweep import DEFAULT_METRIC
 from rlx.runs import run_folder
 from rlx.runs.run_folder import finished_metrics, saved_config
 from rlx.storage import checkpoint_catalog, checkpoint_manifest
-from rlx.storage.addresses import join_address, open_storage, resolve_address
+from rlx.storage.addresses import join_address, open_storage, without_options
 from rlx.storage.checkpoint_catalog import CheckpointEntry, CheckpointState
 from rlx.storage.filesystem import Storage, explain
 from rlx.tracking.console import table_text
@@ -93,16 +94,26 @@ def find_run(which: str, storage: str) -> StoredRun:
     """Returns a run by its name, or by its folder or address.
 
     Raises:
-        ConfigError: there is no such run; the text has the nearest name.
+        ConfigError: there is no such run; the text has the nearest name, or says what the folder is.
     """
-    if "/" not in which:
-        run_folder.find(open_storage(storage, create=False) / "runs", which)
-        label, address = which, join_address(storage, "runs", which)
-    else:
-        label, address = _shortest(resolve_address(which)), resolve_address(which)
-    if not (run := _read(label, address)):
-        raise ConfigError(f"no run in {open_storage(address, create=False).path}")
-    return run
+    address, folder = run_folder.locate(which, storage)
+    return _stored_run(_shortest(address) if "/" in which else which, address, folder)
+
+
+def run_of(which: str) -> str:
+    """Returns the run of what may name a checkpoint of it: NAME@STEP, or the folder or address of a checkpoint."""
+    if "@" in which.rpartition("/")[2]:
+        return which.rpartition("@")[0]
+    address = without_options(which)
+    run, _, name = address.rstrip("/").rpartition("/")
+    return run + which[len(address) :] if run and checkpoint_catalog.is_checkpoint_name(name) else which
+
+
+def run_argument(text: str) -> str:
+    """The value of an argument that names a run, for argparse."""
+    if (run := run_of(text)) != text:
+        raise argparse.ArgumentTypeError(f"{text} is a checkpoint; give the run: {run}")
+    return text
 
 
 def runs_table(stored: Sequence[StoredRun], width: int | None = None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +39,14 @@ COMMANDS = {
     "doctor": Command("rlx.cli.doctor", "check that trainer and engines agree, without training"),
 }
 
+CALLED = {
+    **dict.fromkeys(("resume", "continue"), "train --resume"),
+    **dict.fromkeys(("list", "ls", "runs"), "checkpoints"),
+    **dict.fromkeys(("tune", "tuner"), "sweep"),
+    **dict.fromkeys(("merge", "convert"), "export"),
+}
+"""what other programs call a command of rlx, and the words that stand for it here"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns its exit code: 0, 1 after an error, or 128 + the number of a signal."""
@@ -50,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is None:
         from rlx.config.errors import nearest  # with pydantic
 
+        here = shlex.join(["rlx", *CALLED.get(args.command, "").split(), *args.arguments])
         hint = nearest(args.command, list(COMMANDS)) or f"; there are {', '.join(COMMANDS)}"
+        hint = f"; here it is {here}" if args.command in CALLED else hint
         parser.exit(2, f"error: there is no command {args.command}{hint}\n")
     sys.argv[0] = f"{parser.prog} {args.command}"  # argparse calls the program by it in --help and errors
     return int(importlib.import_module(command.module).main(args.arguments))

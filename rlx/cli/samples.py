@@ -38,7 +38,7 @@ def _argument_parser() -> argparse.ArgumentParser:
         description="Shows the completions that a run has kept (tracking.completions), in the terminal or as a page.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", help="a run's name, or its folder or address")
+    parser.add_argument("run", metavar="RUN", type=listing.run_argument, help="a run's name, or its folder or address")
     parser.add_argument("--step", metavar="N", type=int, action="append", help="of this step; may be given again")
     parser.add_argument("--held-out", action="store_true", help="answers of evaluations, not completions of training")
     parser.add_argument(
@@ -49,7 +49,12 @@ def _argument_parser() -> argparse.ArgumentParser:
     order.add_argument("--best", metavar="K", type=_count, help="the K completions with the highest scores")
     parser.add_argument("--full", action="store_true", help="show texts in full")
     parser.add_argument("--html", metavar="FILE", help="write a page instead, with both kinds")
-    parser.add_argument("--against", metavar="RUN", help="with --html: another run, side by side on the same prompts")
+    parser.add_argument(
+        "--against",
+        metavar="RUN",
+        type=listing.run_argument,
+        help="with --html: another run, side by side on the same prompts",
+    )
     parser.add_argument(
         "--storage", metavar="ADDRESS", default=RunConfig().storage, help="where runs are kept (default: %(default)s)"
     )

@@ -61,6 +61,8 @@ def pair_of(
         )
     if own := [key for key in changes if key in _OWN]:
         raise ConfigError(f"--set {own[0]}: each branch has its own")
+    if "train.steps" in changes:
+        raise ConfigError("--set train.steps: --steps says how far both branches go")
     if fixed := [key for key in changes if run_folder.is_fixed(key)]:
         raise ConfigError(f"{fixed[0]} cannot change within a run: start a new one with rlx train")
     control = Branch(run, start, step + steps, trust=trust)

@@ -151,7 +151,7 @@ def locate(which: str, storage: str) -> tuple[str, Storage]:
         return join_address(storage, "runs", which), find(open_storage(storage, create=False) / "runs", which)
     folder = open_storage(which, create=False)
     if not holds_run(folder):
-        raise ConfigError(f"no run in {folder.path}")
+        raise ConfigError(f"no run in {folder.path}{checkpoint_catalog.instead_of(folder)}")
     return resolve_address(which), folder
 
 

@@ -241,7 +241,7 @@ def find_checkpoint(run: Storage, which: str, metric: str, mode: str) -> Checkpo
     complete = [entry for entry in entries if entry.manifest]
     if not complete:
         problems = "; ".join(f"{entry.name}: {entry.problem}" for entry in entries)
-        raise StorageError(f"no complete checkpoint in {run.path}{f' ({problems})' if problems else _instead_of(run)}")
+        raise StorageError(f"no complete checkpoint in {run.path}{f' ({problems})' if problems else instead_of(run)}")
     if which == "newest":
         return complete[-1]
     if which == "best":
@@ -258,7 +258,7 @@ def find_checkpoint(run: Storage, which: str, metric: str, mode: str) -> Checkpo
     raise StorageError(f"no checkpoint {which} in {run.path}, there are {', '.join(names)}{nearest(which, names)}")
 
 
-def _instead_of(run: Storage) -> str:
+def instead_of(run: Storage) -> str:
     """Says what else a folder without checkpoints is, and where it belongs; empty if that is not known."""
     names, shown = run.names(), run.path
     if "config.json" in names:

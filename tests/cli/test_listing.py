@@ -17,6 +17,7 @@ import yaml
 
 from rlx import __version__
 from rlx.cli import listing
+from rlx.cli import main as rlx
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
 from rlx.runs import run_folder
@@ -217,9 +218,38 @@ def test_what_cannot_be_read_hides_nothing_else(storage: str, shown: Shown, monk
     assert ["format 1" in row["state"] for row in cells(shown("older", "--storage", storage))] == [True, False]
 
 
-def test_no_runs_are_no_error(tmp_path: Path, shown: Shown) -> None:
-    assert shown("--storage", f"{tmp_path}/none") == (f"no runs in {tmp_path}/none yet: rlx train makes one\n")
+def test_no_runs_are_no_error(tmp_path: Path, shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert shown() == f"no runs in {tmp_path}/storage yet: rlx train makes one\n"
     assert list(tmp_path.iterdir()) == []  # nor is a folder made
+    (tmp_path / "mine").mkdir()
+    assert shown("--storage", "mine") == f"no runs in {tmp_path}/mine yet: rlx train makes one\n"
+
+
+def test_a_storage_that_was_named_must_be_there(tmp_path: Path, shown: Shown) -> None:
+    assert shown("--storage", f"{tmp_path}/none", code=1) == f"error: --storage {tmp_path}/none: no such folder\n"
+
+
+@pytest.mark.parametrize(
+    ("which", "run"),
+    [
+        ("try1@best", "try1"),
+        ("a/runs/try1@7", "a/runs/try1"),
+        ("a/runs/try1/step_000020/", "a/runs/try1"),
+        ("s3://b/runs/a/step_000020?region=eu", "s3://b/runs/a?region=eu"),
+        ("s3://b/runs/a?region=eu@best", "s3://b/runs/a?region=eu"),
+        *((same, same) for same in ("try1", "me@work/runs/try1", "s3://b/runs/a?region=eu", "step_000020")),
+    ],
+)
+def test_the_run_of_what_may_name_a_checkpoint(which: str, run: str) -> None:
+    assert listing.run_of(which) == run
+
+
+@pytest.mark.parametrize("command", ["checkpoints", "samples"])
+def test_a_checkpoint_is_answered_with_its_run(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        rlx.main([command, "try1@best"])
+    assert "error: RUN: try1@best is a checkpoint; give the run: try1 (" in capsys.readouterr().err
 
 
 def test_a_run_without_checkpoints(storage: str, shown: Shown) -> None:
@@ -234,6 +264,10 @@ def test_a_run_without_checkpoints(storage: str, shown: Shown) -> None:
     [
         ("tyr1", "error: no run 'tyr1' in {here}/kept/runs; nearest: try1\n"),
         ("kept/runs/tyr1", "error: no run in {here}/kept/runs/tyr1\n"),
+        (
+            "kept/runs",
+            "error: no run in {here}/kept/runs: it holds runs (try1); give one of them, e.g. {here}/kept/runs/try1\n",
+        ),
     ],
 )
 def test_an_unknown_run_is_one_line(run: str, said: str, storage: str, shown: Shown) -> None:

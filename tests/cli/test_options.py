@@ -115,6 +115,8 @@ def test_another_exit_keeps_its_code(tmp_path: Path) -> None:
         ("--lora", "; here it is --model.lora-rank"),
         ("--gpus", "; here it is --scaling.num-workers"),
         ("--wandb", "; here it is --tracking.backends"),
+        ("--train.checkpoint-every", "; here it is --checkpoint.every"),
+        ("--checkpoint-every", "; here it is --checkpoint.every"),
         ("--train.step", "; nearest: --train.steps"),
         ("--stps", "; nearest: --train.steps"),
         ("--seeed", "; nearest: --seed"),

@@ -164,7 +164,9 @@ Command = Callable[[list[str]], int]
         (replay.main, ["a", "--step", "31"], "--step 31: run a has steps 1 to 30"),
         (replay.main, ["a", "--step", "3"], "MLflow at sqlite://"),  # the made-up run is not there
         (verify.main, ["a"], "MLflow at sqlite://"),
-        (whatif.main, ["a", "--steps", "3", "--set", "algorithm.clip_high=0.3"], "a: expected RUN@STEP, such as a@30"),
+        (whatif.main, ["a", "--steps", "3", "--set", "algorithm.clip_high=0.3"], "a: expected RUN@STEP, such as a@10"),
+        (whatif.main, ["a@best", "--steps", "3", "--set", "seed=1"], "a@best: expected RUN@STEP, such as a@10"),
+        (whatif.main, ["b@best", "--steps", "3", "--set", "seed=1"], "no run 'b' in"),
         (whatif.main, ["b@10", "--steps", "3", "--set", "algorithm.clip_high=0.3"], "no run 'b' in"),
         (whatif.main, ["a@10", "--steps", "3", "--set", "a=b"], "--set a=b: unknown setting a"),
         (
@@ -191,6 +193,8 @@ def test_bad_input_is_one_line(
         ("replay", ["a", "--step", "3", "--gap", "1.5"], "expected a share from 0 to below 1, not '1.5'"),
         ("replay", ["a", "--step", "3", "--gap", "x"], "expected a share from 0 to below 1, not 'x'"),
         ("verify", ["a", "--steps", "0"], "expected a number from 1 on, not '0'"),
+        ("replay", ["a@3", "--step", "3"], "RUN: a@3 is a checkpoint; give the run: a"),
+        ("verify", ["a@best"], "RUN: a@best is a checkpoint; give the run: a"),
         ("whatif", ["a@3"], "the following arguments are required: --steps"),
     ],
 )

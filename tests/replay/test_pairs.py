@@ -68,6 +68,7 @@ def test_a_run_whose_learning_rate_follows_its_length_is_not_made_longer(tmp_pat
         (10, 5, {"algorithm.clip_high": 0.2}, "--set algorithm.clip_high=0.2: that is its value in run a"),
         (10, 5, {"algorithm.clip_high": "2e-1"}, "--set algorithm.clip_high=2e-1: that is its value in run a"),
         (10, 5, {"algorithm.clip_high": 0.3, "rollout.stop": []}, "--set rollout.stop=[]: that is its value in run a"),
+        (10, 5, {"train.steps": 50}, "--set train.steps: --steps says how far both branches go"),
         (10, 5, {"name": "x"}, "--set name: each branch has its own"),
         (10, 5, {"tracking.completions": 0.5}, "--set tracking.completions: each branch has its own"),
     ],
@@ -111,12 +112,21 @@ def test_scores_of_training_are_paired_prompt_by_prompt(tmp_path: Path) -> None:
     assert pairs.paired_prompts(control, open_storage(str(tmp_path / "none")), range(5, 8)) == []
 
 
-def test_words_of_the_commands() -> None:
-    assert running.split_step("a@30") == ("a", 30)
-    assert running.split_step("me@work/runs/a@3") == ("me@work/runs/a", 3)
+def test_a_step_that_is_not_named_is_answered_with_one_that_there_is(tmp_path: Path) -> None:
+    run, storage = run_of(tmp_path), str(tmp_path)
+    assert running.split_step("a@30", storage) == ("a", 30)
+    assert running.split_step("me@work/runs/a@3", storage) == ("me@work/runs/a", 3)
     for which in ("a", "a@", "a@best"):
-        with pytest.raises(ConfigError, match=r"expected RUN@STEP, such as a@30"):
-            running.split_step(which)
+        with pytest.raises(ConfigError, match=rf"^{which}: expected RUN@STEP, such as a@10$"):
+            running.split_step(which, storage)
+    with pytest.raises(ConfigError, match=rf"expected RUN@STEP, such as {run.address}@10$"):
+        running.split_step(f"{run.address}/step_000010", storage)
+    run_of(tmp_path, "new", steps=())
+    with pytest.raises(ConfigError, match=r"^new: expected RUN@STEP, and new has no checkpoint yet$"):
+        running.split_step("new", storage)
+
+
+def test_words_of_the_commands() -> None:
     words = ["algorithm.clip_high=0.28", "train.actor_lr={0: 1e-4, 40: 1e-5}"]
     assert running.changed_settings(words) == {
         "algorithm.clip_high": 0.28,

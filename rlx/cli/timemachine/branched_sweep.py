@@ -32,7 +32,7 @@ def sweep_branches(args: argparse.Namespace, others: Sequence[str]) -> int:
     from rlx.storage.addresses import open_storage
 
     options = sweep_options(args.space, others)
-    which, step = running.split_step(args.run)
+    which, step = running.split_step(args.run, args.storage)
     run = recorded.RecordedRun.read(which, args.storage)
     control, _ = pairs.pair_of(run, step, args.steps, {}, trust=args.trust)
     logged = recorded.logged_metrics(run, args.tracking_uri, trust=args.trust)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rlx.cli import listing
 from rlx.cli.options import exit_code
 from rlx.cli.timemachine import running
 
@@ -21,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "with what was logged, and shows what the step trained on. The run itself is only read.",
         "RUN --step N [--prompt I] [--keep] [--gap X] [--trust]",
     )
-    parser.add_argument("run", metavar="RUN", help="a run's name, or its folder or address")
+    parser.add_argument("run", metavar="RUN", type=listing.run_argument, help="a run's name, or its folder or address")
     parser.add_argument("--step", metavar="N", type=int, required=True, help="the step to do again")
     parser.add_argument("--prompt", metavar="I", type=int, help="show the tokens of the prompt in this row")
     parser.add_argument("--keep", action="store_true", help="keep the folder of the replay, for rlx samples")

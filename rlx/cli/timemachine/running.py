@@ -155,16 +155,22 @@ def changed_settings(words: Sequence[str]) -> dict[str, Any]:
     return {key: value for word in words for key, value in parse(parser, [f"--{word}"])[1].items()}
 
 
-def split_step(which: str) -> tuple[str, int]:
-    """Reads RUN@30.
+def split_step(which: str, storage: str) -> tuple[str, int]:
+    """Reads RUN@30; `storage`: the address where named runs are.
 
     Raises:
-        ConfigError: there is no step in it.
+        ConfigError, StorageError: there is no step in it.
     """
     run, mark, step = which.rpartition("@")
-    if not mark or not step.isdecimal():
-        raise ConfigError(f"{which}: expected RUN@STEP, such as {which.partition('@')[0]}@30")
-    return run, int(step)
+    if mark and step.isdecimal():
+        return run, int(step)
+    from rlx.runs import run_folder
+    from rlx.storage import checkpoint_catalog
+
+    run = listing.run_of(which)
+    checkpoints = checkpoint_catalog.complete_checkpoints(run_folder.locate(run, storage)[1])
+    known = f"such as {run}@{checkpoints[0].step}" if checkpoints else f"and {run} has no checkpoint yet"
+    raise ConfigError(f"{which}: expected RUN@STEP, {known}")
 
 
 def terminal_width() -> int | None:

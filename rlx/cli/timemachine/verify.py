@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "here, does random steps of it again, and says whether the record holds. The run itself is only read.",
         "RUN [--steps K] [--seed S] [--within N] [--set SETTING=PLACE ...] [--gap X] [--trust]",
     )
-    parser.add_argument("run", metavar="RUN", help="a run's name, or its folder or address")
+    parser.add_argument("run", metavar="RUN", type=listing.run_argument, help="a run's name, or its folder or address")
     parser.add_argument("--steps", metavar="K", type=_count, default=3, help="how many steps (default: %(default)s)")
     parser.add_argument("--seed", metavar="S", type=int, help="draws the steps (default: another one each time)")
     parser.add_argument(

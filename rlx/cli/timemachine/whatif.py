@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def what_if(args: argparse.Namespace, changes: dict[str, Any]) -> int:
     """Runs both branches and compares them; returns 1 if the control is not the run."""
-    which, step = running.split_step(args.run)
+    which, step = running.split_step(args.run, args.storage)
     running.check_run(which, args.storage)
     from rlx.replay import pairs, recorded
     from rlx.storage.addresses import open_storage
