@@ -162,9 +162,10 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
     unit, (metric, mode) = _rung_unit(parent), _judged_by(parent)
     counted = [] if unit == "steps" else [PROGRESS[unit]]
     loaded = tuple(dict.fromkeys([*WATCHED, *counted, metric, *metrics]))
-    first_params = attempts[0][0].params
-    asked = mlflow.history(uri, attempts[0][0].id, "eval/questions")
-    num_questions = asked[-1].value if asked else first_params.get("eval.num_prompts")  # of before it was measured
+    runs = [run for each in attempts for run in each]  # those that failed before they began have measured nothing
+    first_params = next((run.params for run in runs if "train.steps" in run.params), {})
+    asked = (run.metrics["eval/questions"] for run in runs if "eval/questions" in run.metrics)
+    num_questions = next(asked, first_params.get("eval.num_prompts"))  # of before it was measured
     varied = tuple(map(str, _tag(parent, "rlx.space", [])))
     trials = tuple(_trial(uri, parent.name, runs, varied, loaded) for runs in attempts)
     return Sweep(
@@ -175,7 +176,7 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
         trials=trials,
         options=_options(parent, first_params.get("train.steps")),
         num_questions=None if num_questions is None else int(num_questions),
-        of_sources=_of_sources(uri, trials[0], num_questions) if first_params.get("data.sources", "()") != "()" else {},
+        of_sources=_of_sources(uri, trials, num_questions) if first_params.get("data.sources", "()") != "()" else {},
         experiment_id=parent.experiment_id,
         planned=_tag(parent, "rlx.planned", {}),
         rungs=tuple(_tag(parent, "rlx.rungs", [])),
@@ -237,11 +238,12 @@ def run_config(uri: str, trial: Trial) -> RunConfig:
     return from_tree(tree, f"config.yaml of {trial.name}")
 
 
-def _of_sources(uri: str, trial: Trial, most: float | str | None) -> dict[str, int]:
-    """How many held-out questions each of data.sources has at most; empty if the settings cannot be read any more."""
-    with suppress(ConfigError):
-        config = run_config(uri, trial)
-        return {key: min(n, int(most or n)) for key, n in config.eval.questions_of_sources(config.data).items()}
+def _of_sources(uri: str, trials: Sequence[Trial], most: float | str | None) -> dict[str, int]:
+    """How many held-out questions each of data.sources has at most; empty if no settings can be read any more."""
+    for trial in trials:
+        with suppress(ConfigError):
+            config = run_config(uri, trial)
+            return {key: min(n, int(most or n)) for key, n in config.eval.questions_of_sources(config.data).items()}
     return {}
 
 
@@ -259,11 +261,9 @@ def race_text(uri: str, sweep: Sweep) -> str:
 
 def trial_address(uri: str, trial: Trial) -> str | None:
     """The address of the run folder of the last attempt of a trial; None if it was not recorded."""
-    first = last = mlflow.get_run(uri, trial.run_ids[0])
-    if len(trial.run_ids) > 1:
-        last = mlflow.get_run(uri, trial.run_ids[-1])
-    folder = last.tags.get("rlx.folder")
-    return run_address(folder, first.params.get("storage", "")) if folder else None
+    asked = [mlflow.get_run(uri, run_id) for run_id in dict.fromkeys((trial.run_ids[0], trial.run_ids[-1]))]
+    folder = asked[-1].tags.get("rlx.folder")
+    return run_address(folder, asked[0].params.get("storage", "")) if folder else None
 
 
 def _sweep_runs(uri: str, experiment: str) -> list[TrackedRun]:

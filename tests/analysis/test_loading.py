@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sweep_cases import BASE, Run, config, log_run, log_sweep
+from sweep_cases import BASE, Run, config, log_run, log_sweep, open_run
 
 from rlx.analysis import loading, tables
 from rlx.config.errors import ConfigError, printable
@@ -127,6 +127,24 @@ def test_the_accuracy_of_a_source_has_the_questions_of_the_source(tmp_path: Path
     assert read.num_questions_of("eval/reward/web") is None
     mlflow.client(uri).log_metric(read.trials[0].run_ids[0], "eval/questions", 2.0)
     assert loading.load_sweep(uri, "rlx", "two").num_questions_of("eval/accuracy/web") == 2
+
+
+@pytest.mark.slow
+def test_the_questions_are_those_of_the_first_trial_that_was_evaluated(tmp_path: Path, empty_database: Path) -> None:
+    """A trial that failed before its run began has no evaluation and no config, and may have few settings."""
+    shutil.copy(empty_database, tmp_path)
+    uri = mlflow.default_uri(tmp_path)
+    sources = {"data.sources": [{"source": "a.csv"}, {"source": "b.csv"}], "eval.num_prompts": 70}
+    parent = log_sweep(uri, "s", [Run(sources, {0: 0.1})], [])
+    trial = loading.load_sweep(uri, "rlx", "s").trials[0]
+    mlflow.client(uri).log_metric(trial.run_ids[0], "eval/questions", 30.0)
+    tags = {"rlx.kind": "run", "mlflow.parentRunId": parent}
+    open_run(uri, "s.trial_failed", "rlx", tags, {"eval.num_prompts": "70", "seed": "1"}, at=1)
+    read = loading.load_sweep(uri, "rlx", "s")
+    assert [each.name for each in read.trials] == ["trial_failed", "trial_0"]
+    names = ("eval/accuracy", "eval/accuracy/a", "eval/accuracy/b")
+    assert [read.num_questions_of(name) for name in names] == [30, 30, 30]
+    assert read.options["steps"] == "4"
 
 
 def test_a_continued_trial_has_one_history_and_its_last_settings(uri: str) -> None:
