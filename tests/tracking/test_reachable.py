@@ -153,7 +153,7 @@ def refusal(uri: Path | None, storage: Path) -> str:
     try:
         reachable.check_tracking(tracking, str(storage))
     except ConfigError as error:
-        return str(error).removeprefix("tracking.uri: MLflow cannot write its database ")
+        return str(error).removeprefix(f"{'tracking.uri' if uri else 'storage'}: MLflow cannot write its database ")
     return ""
 
 
@@ -169,6 +169,7 @@ def test_a_database_that_cannot_be_written_is_refused_before_mlflow_tries(tmp_pa
         assert refusal(uri, tmp_path) == f"{uri}: {cause}"
     assert not refusal(file, tmp_path) and not refusal(tmp_path / "new" / "x.db", tmp_path)
     assert not refusal(None, tmp_path / "new")
+    assert refusal(None, file) == f"{file / 'mlflow.db'}: {file} is no folder"
 
 
 def test_a_database_without_write_access_is_refused() -> None:

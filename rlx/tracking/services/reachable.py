@@ -57,11 +57,10 @@ def check_tracking(tracking: TrackingConfig, storage: str) -> None:
     """
     if "mlflow" in tracking.backends:
         check_mlflow(tracking.uri)
-        file = (
-            artifact_places.database(tracking.uri) if tracking.uri else local_folder(storage) / artifact_places.DATABASE
-        )
-        if file:
-            _check_file(file)
+        if not tracking.uri:
+            _check_file(local_folder(storage) / artifact_places.DATABASE, "storage")
+        elif file := artifact_places.database(tracking.uri):
+            _check_file(file, "tracking.uri")
     if "wandb" in tracking.backends:
         WandbService(Path()).check(tracking.experiment)
 
@@ -84,10 +83,13 @@ def check_mlflow(uri: str | None) -> None:
         _ask(address)
 
 
-def _check_file(file: Path) -> None:
+def _check_file(file: Path, setting: str) -> None:
     """Raises ConfigError if a SQLite database cannot be written: MLflow would try again and again to open it.
 
     SQLite writes beside the file, too; MLflow makes a folder that is missing.
+
+    Args:
+        setting: the one that says where the file is, for errors.
     """
     place = next(each for each in (file.absolute().parent, *file.absolute().parents) if os.path.exists(each))
     cause = ""
@@ -100,7 +102,7 @@ def _check_file(file: Path) -> None:
     elif file.exists() and not os.access(file, os.W_OK):
         cause = "no write access to this file"
     if cause:
-        raise ConfigError(f"tracking.uri: MLflow cannot write its database {file}: {cause}")
+        raise ConfigError(f"{setting}: MLflow cannot write its database {file}: {cause}")
 
 
 def _ask(address: str) -> None:
