@@ -303,6 +303,9 @@ OTHERS = [
     (["train/a.csv", "test/b/c.csv"], ["/train/**/*.csv", "/test/**/*.csv"]),
     (["x/a.csv", "y/b.jsonl", "y/z/c.jsonl"], ["/**/*.jsonl"]),
     (["a.csv", "b.jsonl"], ["/*.jsonl"]),
+    (["a.csv", "b.JSONL"], ["/*.JSONL"]),
+    (["x/a.CSV", "y/b.csv"], ["/**/*.[Cc][Ss][Vv]"]),
+    (["train/a.CSV", "test/b.CSV"], ["/train/**/*.CSV", "/test/**/*.CSV"]),
     (["a.csv", "train.jsonl", "test.jsonl"], ["/train.jsonl", "/test.jsonl"]),
 ]
 SPLITS = [
@@ -310,7 +313,8 @@ SPLITS = [
     (["train.jsonl", "train_1.jsonl", "test.jsonl"], ["/train.jsonl", "/train_[0-9]*.jsonl", "/test.jsonl"]),
     (["train.csv", "val.csv", "validation.csv"], ["/train.csv", "/val.csv", "/validation.csv"]),
     (["train-0-of-1-0123456789abcdef.csv", "dev0.csv", "c.csv"], ["/train-[0-9]*.csv", "/dev[0-9]*.csv"]),
-    (["train.csv", "training-notes.csv", "test.CSV"], ["/train.csv", "/test.CSV"]),
+    (["train.csv", "training-notes.csv", "test.csv"], ["/train.csv", "/test.csv"]),
+    (["train.CSV", "test.CSV"], ["/train.CSV", "/test.CSV"]),
     (["train-0.csv", "train-1.csv", "train-2-notes.csv", "test.csv"], ["/train-0.csv", "/train-1.csv", "/test.csv"]),
 ]
 
@@ -358,6 +362,15 @@ def test_a_folder_with_several_splits_is_refused_for_a_new_run_with_globs_that_w
     taken = [glob.glob(each) for each in globs]
     assert all(each and len({re.split("[-_.0-9]", Path(file).name)[0] for file in each}) == 1 for each in taken)
     assert not [file for each in taken for file in each if "notes" in file]
+
+
+def test_the_glob_of_all_files_has_each_way_in_which_their_suffix_is_written(tmp_path: Path) -> None:
+    place = put_files(tmp_path, ["train.csv", "test.CSV"])
+    everything = f"{place}/*.[Cc][Ss][Vv]"
+    assert f"name all, {everything}, or those of one: {place}/train.csv or {place}/test.CSV" in (
+        split_problem(place) or ""
+    )
+    assert len(files.find_files(everything, "data.source")[1]) == 2
     sources.check_source(str(place), FILES, "data.source")  # a run that has begun goes on
 
 

@@ -147,7 +147,7 @@ def check_one_split(address: str, setting: str) -> None:
     _, files = find_files(address, setting)
     is_folder = place.filesystem.get_file_info(place.path).type == fs.FileType.Directory
     if is_folder and (globs := _split_globs(files, place)):
-        everything = place.glob(place.path, f"*{_suffix(files[0])}")
+        everything = place.glob(place.path, f"*{_ending(files)}")
         problem = f"it has files of several splits; name all, {everything}, or those of one"
         raise ConfigError(f"{setting} {address}: {problem}: {globs}")
 
@@ -209,7 +209,7 @@ def _of_one_format(files: Sequence[PromptFile], kind: fs.FileType, place: _Place
     if kind != fs.FileType.Directory:
         return ""
     main = _main_format(files)
-    return f", e.g. {_split_globs(main, place) or place.glob(place.path, f'*{_suffix(main[0])}')}"
+    return f", e.g. {_split_globs(main, place) or place.glob(place.path, f'*{_ending(main)}')}"
 
 
 def _below(place: _Place) -> str:
@@ -224,7 +224,7 @@ def _below(place: _Place) -> str:
     if not (files := [file for file in place.prompt_files(infos) if file.size]):
         return ""
     main = _main_format(files)
-    return f"; below it are {_split_globs(main, place) or place.glob(place.path, f'**/*{_suffix(main[0])}')}"
+    return f"; below it are {_split_globs(main, place) or place.glob(place.path, f'**/*{_ending(main)}')}"
 
 
 def _main_format(files: Sequence[PromptFile]) -> list[PromptFile]:
@@ -238,8 +238,9 @@ def _main_format(files: Sequence[PromptFile]) -> list[PromptFile]:
 def _split_globs(files: Sequence[PromptFile], place: _Place) -> str:
     """Names the files of each split in a folder, by their names; empty if they are not of several splits."""
     start = len(place.path.split("/"))
-    found = [(split, file) for file in files if file.size and (split := _split_of(file, start))]
-    others = [file.path.split("/") for file in files if not _split_of(file, start)]
+    splits = [(_split_of(file, start, _ending(files)), file) for file in files]
+    found = [(split, file) for split, file in splits if split and file.size]
+    others = [file.path.split("/") for split, file in splits if not split]
     globs = dict[str, None]()
     for (_, folder, pattern), file in sorted(found, key=lambda each: each[0]):
         whole = f"{glob.escape(folder)}/{pattern}".split("/")
@@ -249,16 +250,17 @@ def _split_globs(files: Sequence[PromptFile], place: _Place) -> str:
     return " or ".join(shown) if len({split for (split, *_), _ in found}) > 1 else ""
 
 
-def _split_of(file: PromptFile, start: int) -> tuple[int, str, str] | None:
+def _split_of(file: PromptFile, start: int, ending: str) -> tuple[int, str, str] | None:
     """Returns the number of a file's split, and the folder and the pattern that name its files; None without a split.
 
     Args:
         start: number of the first name in its path that may say so.
+        ending: what the names of all files end in, as a pattern.
     """
     *folders, name = names = file.path.split("/")
     for depth in range(start, len(folders)):
         if names[depth] in _SPLITS:
-            return _number(names[depth]), "/".join(names[: depth + 1]), f"**/*{_suffix(file)}"
+            return _number(names[depth]), "/".join(names[: depth + 1]), f"**/*{ending}"
     stem = name[: -len(_suffix(file))]
     if match := _OF_SPLIT.fullmatch(stem):
         pattern = f"{match[1]}{match[2]}[0-9]*" if match[3] else stem
@@ -272,6 +274,13 @@ def _number(name: str) -> int:
 
 def _suffix(file: PromptFile) -> str:
     return parsers.suffix_of(file.path) or ""
+
+
+def _ending(files: Sequence[PromptFile]) -> str:
+    """Returns a pattern for the suffix of files of one format, as it is written: .csv, .CSV, .[Cc][Ss][Vv] for both."""
+    written = [file.path[-len(_suffix(file)) :] for file in files]
+    letters = (sorted(set(each)) for each in zip(*written, strict=True))
+    return "".join(each[0] if len(each) == 1 else f"[{''.join(each)}]" for each in letters)
 
 
 def _hub_name(address: str) -> str:
