@@ -117,7 +117,7 @@ def resume(
     check_overrides(overrides or {})
     processes.check_on_report(on_report)
     storage = storage or RunConfig().storage
-    with run_folder.saved_run(name, storage, overrides or {}, trust=trust) as (config, folder):
+    with run_folder.saved_run(name, storage, overrides or {}, trust=trust, giver="overrides") as (config, folder):
         if metrics := run_folder.finished_metrics(folder, config.train.steps):
             return _result(config.storage, name, metrics)
         return _run(config, folder, resume=True, on_report=on_report, quiet=quiet)
@@ -269,7 +269,8 @@ def resume_tuner(
     folder = records.find_sweep(place, name)
     with ExitStack() as stack:
         stack.enter_context(claims.take(folder, f"sweep {folder.name!r}"))
-        plan = plans.continued_sweep(place, folder.name, {**(overrides or {}), "storage": address}, trust=trust)
+        today = {**(overrides or {}), "storage": address}
+        plan = plans.continued_sweep(place, folder.name, today, trust=trust, giver="overrides")
         of_all = f"rlx.load_sweep({plan.name!r}) has the results of all trials"
         ended = plans.ended_trials(plan, place)
         if plans.is_finished(plan, ended):

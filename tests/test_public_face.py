@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -139,6 +140,47 @@ def test_a_value_that_is_refused_is_of_the_file_or_of_what_overrides_it(tmp_path
     file.write_text("eval: {every: none}")
     with pytest.raises(rlx.ConfigError, match=rf"^{file}: eval\.every = 'none'"):
         rlx.load_config(file, {"eval.num_prompts": 4})
+
+
+ENTRY = {"reward.functions.numeric": 1.0}
+TWICE = "data: {sources: [{source: z.jsonl}, {source: z.jsonl}]}"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "is_of_file", "line"),
+    [
+        (TWICE, {"name": "x", "storage": "names"}, True, "data.sources: two are called z: give each a name of its own"),
+        ("", {"reward.functions.foo": 1.0}, False, "reward.functions = {'foo': 1.0, 'task': 1.0}: no reward function"),
+        ("reward: {functions: {foo: 1.0}}", ENTRY, True, "reward.functions = {'foo': 1.0, 'numeric': 1.0}: no reward"),
+        ("", {"reward.functions.url": 1.0}, False, "reward.functions has url, which needs reward.url"),
+        ("reward: {functions: {url: 1.0}}", ENTRY, True, "reward.functions has url, which needs reward.url"),
+        ("", {"reward.functions.task": 0.0}, False, "reward.functions: at least one must have a weight other than 0"),
+        ("", {"reward.functions.task": "x"}, False, "reward.functions.task = 'x': input should be a valid number"),
+    ],
+)
+def test_an_error_is_of_the_overrides_if_it_is_about_what_they_give(
+    text: str, overrides: dict[str, Any], is_of_file: bool, line: str, tmp_path: Path
+) -> None:
+    (file := tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(rlx.ConfigError) as refused:
+        rlx.load_config(file, overrides)
+    assert str(refused.value).startswith(f"{file if is_of_file else 'overrides'}: {line}")
+
+
+def test_overrides_of_what_was_saved_are_refused_as_theirs(tmp_path: Path) -> None:
+    finished_run(tmp_path, "mine")
+    checkpoint(open_storage(str(tmp_path)) / "runs" / "mine", 2)
+    (tmp_path / "run.yaml").touch()
+    given, storage = {"train.steps": "abc"}, str(tmp_path)
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("overrides", lambda: rlx.resume("mine", storage=storage, overrides=given)),
+        ("command line", lambda: train.resume("mine", {**given, "storage": storage})),
+        ("command line", lambda: train.new_config(None, {**given, "storage": storage}, "mine")),
+        ("command line", lambda: train.new_config(str(tmp_path / "run.yaml"), given, "mine")),
+    ]
+    for giver, call in calls:
+        with pytest.raises(rlx.ConfigError, match=rf"^{giver}: train\.steps = 'abc': expected a whole number$"):
+            call()
 
 
 def checkpoint(run: Storage, step: int, *, finished: bool = True) -> None:

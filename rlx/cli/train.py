@@ -90,25 +90,28 @@ def new_config(
     tree = with_overrides(read_yaml(file) if file else {}, given)
     if start:
         base = with_experiment(tree) if file else {}
-        whole = with_overrides(inherited_tree(start, base, given, trust=trust), given)
+        storage = given.get("storage") or from_tree(base, given=given, file=file).storage
+        whole = with_overrides(inherited_tree(start, storage, base, given, trust=trust), given)
     else:
         whole = with_experiment(tree)
-    config = from_tree(whole, "config" if start else "command line", given, file=file)
+    config = from_tree(whole, f"--from {start}" if start else "command line", given, file=file)
     if (file or not start) and takes_experiment(tree):
         print(DEFAULT_EXPERIMENT)
     return config
 
 
 def inherited_tree(
-    which: str, base: dict[str, Any], given: Mapping[str, Any], *, trust: bool = False
+    which: str, storage: str, base: dict[str, Any], given: Mapping[str, Any], *, trust: bool = False
 ) -> dict[str, Any]:
     """Returns the config tree of a new run that starts from a checkpoint: `base`, or else the checkpoint's settings.
 
     Of the checkpoint's settings, defaults that follow those that are given follow them, with a message.
+
+    Args:
+        storage: that of the new run, and of a run that is named.
     """
     from rlx.runs import run_folder
 
-    storage = given.get("storage") or from_tree(base).storage
     address, checkpoint = run_folder.checkpoint_of(which, storage)
     start = {
         "name": None,

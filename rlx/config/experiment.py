@@ -79,7 +79,7 @@ def followers(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     """
     before = flatten(from_tree(dict(tree)))
     free = keys_at_default(tree)
-    now = flatten(from_tree(with_overrides(without(tree, free), changes)))
+    now = flatten(from_tree(with_overrides(without(tree, free), changes), given=changes))
     asked = {key: _with_entries(key, before[key], changes) for key in free if key not in changes}
     return {key: now[key] for key, value in asked.items() if now[key] != value}
 

@@ -12,6 +12,7 @@ import os
 import re
 import typing
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ _MOVING = ("checkpoint.", "tracking.", "name", "storage", "ray_address", "wait_f
 _EXPECTED = 'expected settings by dotted key, such as {"train.steps": 3}'
 _NOT_OF_TEXT = ("float_parsing", "int_parsing", "bool_parsing", "float_type", "tuple_type", "dict_type", "model_type")
 """errors of pydantic for a text where none can stand"""
+_DOTTED = re.compile(r"(?<![\w.])[a-z_]+(?:\.\w+)+")
 
 
 def from_tree(
@@ -58,36 +60,66 @@ def from_tree(
     except ValidationError as error:
         mistake = first_mistake(error)
         problem = _in_brackets(mistake["input"]) if mistake["type"] in _NOT_OF_TEXT else None
-        place = giver if _is_about(mistake, given) else file or origin
+        place = giver if _is_about(mistake, given, tree) else file or origin
         raise ConfigError(f"{place}: {explained(mistake, problem)}") from None
     if file:
-        _check_beside(file, config.model, config.data, config.eval)
+        _check_beside(file, config.model, config.data, config.eval, given)
     return config
 
 
-def _is_about(error: ErrorDetails, given: Collection[str]) -> bool:
+def _is_about(error: ErrorDetails, given: Collection[str], tree: Mapping[str, Any]) -> bool:
     """Whether an error is about the value of a key or, if settings do not go together, names the setting of one."""
     key = ".".join(str(part) for part in error["loc"])
-    if key and key not in sections():
-        return any(f"{key}.".startswith(f"{each}.") for each in given)
-    return any(re.search(rf"(?<![\w.]){re.escape(each)}(?!\w)", error["msg"]) for each in given)
+    wrong = error["msg"].partition(": expected")[0]
+    named = [key] if key and key not in sections() else _DOTTED.findall(wrong)  # name is a word as others are
+    return any(_is_given(each, given, tree, wrong) for each in named)
 
 
-def _check_beside(file: str | Path, model: ModelConfig, data: DataConfig, evaluation: EvalConfig) -> None:
+def _is_given(key: str, given: Collection[str], tree: Mapping[str, Any], wrong: str) -> bool:
+    """Whether keys have the value of a setting, or entries of it, unless what is wrong names others of its entries."""
+    if any(f"{key}.".startswith(f"{each}.") for each in given):
+        return True
+    entries = {each.removeprefix(f"{key}.") for each in given if each.startswith(f"{key}.")}
+    section, _, name = key.partition(".")
+    whole = tree[section].get(name) if isinstance(tree.get(section), Mapping) else None
+    named = {each for each in whole if _is_word(str(each), wrong)} if isinstance(whole, Mapping) else set()
+    return bool(entries & named if named else entries)
+
+
+def _is_word(name: str, text: str) -> bool:
+    return bool(re.search(rf"(?<![\w.:]){re.escape(name)}(?![\w:])", text))
+
+
+def _check_beside(
+    file: str | Path, model: ModelConfig, data: DataConfig, evaluation: EvalConfig, given: Collection[str]
+) -> None:
     """Checks that no path in a config file is meant to begin in the file's own folder.
+
+    Args:
+        given: dotted keys of paths that are not in the file.
 
     Raises:
         ConfigError: prompts or a model are not in the working folder, where relative paths begin, but beside the file.
     """
     models = {f"model.{key}": getattr(model, key) for key in ("path", "critic_path", "reference_path")}
     folders = {key: path for key, path in models.items() if path and not may_be_on_hub(path)}
-    beside = Path(file).resolve().parent
+    here, beside = Path.cwd(), Path(file).resolve().parent
     for setting, path in (prompt_addresses(data, evaluation) | folders).items():
-        if ":" not in path and not Path(path).exists() and not glob.glob(path) and glob.glob(path, root_dir=beside):
+        is_of_file = setting.partition(" ")[0] not in given  # data.sources 0 is of data.sources
+        if is_of_file and ":" not in path and not _leads_from(here, path) and _leads_from(beside, path):
             raise ConfigError(
                 f"{file}: {setting} {path} is not in the working folder, {os.getcwd()}, where relative paths begin, "
                 f"but beside the config: {os.path.normpath(beside / path)}"
             )
+
+
+def _leads_from(folder: Path, path: str) -> bool:
+    """Whether a path from a folder exists or, as a glob with ** for any folders, matches anything."""
+    if os.path.exists(folder / path):  # Path.exists fails if a name is too long
+        return True
+    with suppress(ValueError):  # a null byte
+        return any(glob.iglob(path, root_dir=folder, recursive=True, include_hidden=True))
+    return False
 
 
 def steps_differ_in(tree: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:

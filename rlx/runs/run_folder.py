@@ -217,7 +217,7 @@ def new_run(config: RunConfig) -> Iterator[tuple[RunConfig, Storage]]:
 
 @contextmanager
 def saved_run(
-    name: str, storage: str, overrides: Mapping[str, Any], *, trust: bool = False
+    name: str, storage: str, overrides: Mapping[str, Any], *, trust: bool = False, giver: str = "command line"
 ) -> Iterator[tuple[RunConfig, Storage]]:
     """Claims the folder of a run; gives the config with which it continues, and the folder.
 
@@ -225,6 +225,7 @@ def saved_run(
         storage: the address of the run's storage, which may have been moved since it began.
         overrides: settings for the rest of the run, by dotted key.
         trust: take all settings, whoever wrote them.
+        giver: where the overrides come from, for errors.
 
     Raises:
         ConfigError: there is no such run, a setting that cannot change would change, or somebody else wrote settings
@@ -237,7 +238,7 @@ def saved_run(
         if not (trust or signatures.is_own_folder(folder, saved)):
             refuse_powers(name, folder, saved, overrides)
         tree = _as_it_began(saved) | {"name": name, "storage": storage}
-        config = from_tree(with_overrides(tree, {**overrides, "name": name}))
+        config = from_tree(with_overrides(tree, {**overrides, "name": name}), f"run {name}", overrides, giver)
         check_resumable(config, from_tree(tree))
         yield config, folder
 

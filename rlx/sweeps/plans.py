@@ -26,7 +26,7 @@ from rlx.analysis.ranges import natural_range
 from rlx.cluster.resources import cluster_nodes
 from rlx.config.errors import ConfigError
 from rlx.config.experiment import over_experiment
-from rlx.config.loading import with_overrides
+from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections.algorithm import AlgorithmConfig
 from rlx.config.sections.base import flatten
 from rlx.config.sections.data import EvalConfig
@@ -337,12 +337,15 @@ def saved_sweep(storage: Storage, name: str | None, *, trust: bool = False) -> S
     return replace(plan, space=str(copy))
 
 
-def continued_sweep(storage: Storage, name: str, today: Mapping[str, Any], *, trust: bool = False) -> SweepPlan:
+def continued_sweep(
+    storage: Storage, name: str, today: Mapping[str, Any], *, trust: bool = False, giver: str = "command line"
+) -> SweepPlan:
     """Returns the saved plan of a sweep with the addresses of today.
 
     Args:
         today: those of `OF_THE_MACHINE` that differ, by dotted key.
         trust: as `saved_sweep` has it.
+        giver: where these come from, for errors.
 
     Raises:
         ConfigError: as `saved_sweep`; a setting that a resume cannot change; a file of another name.
@@ -350,9 +353,9 @@ def continued_sweep(storage: Storage, name: str, today: Mapping[str, Any], *, tr
     if others := sorted(set(today) - set(OF_THE_MACHINE)):
         raise ConfigError(f"{others[0]} cannot change when a sweep is resumed; only {', '.join(OF_THE_MACHINE)} can")
     plan = saved_sweep(storage, name, trust=trust)
-    now = replace(plan, tree=with_overrides(plan.tree, today))
-    run_folder.check_resumable(now.config, plan.config)
-    return now
+    tree = with_overrides(plan.tree, today)
+    run_folder.check_resumable(from_tree(tree, f"sweep {name}", today, giver), plan.config)
+    return replace(plan, tree=tree)
 
 
 def _with_its_defaults(plan: SweepPlan) -> SweepPlan:

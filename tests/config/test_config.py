@@ -698,6 +698,28 @@ def test_a_path_that_was_meant_to_begin_beside_the_config_is_told_where_it_begin
     rlx.load_config(file)
 
 
+def test_a_path_that_leads_somewhere_or_is_not_of_the_file_is_not_looked_for_beside_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a glob, ** is any number of folders, also none."""
+    for name in ("data/a/b/x.jsonl", "data/y.csv", "configs/data/a/z.jsonl", "configs/data/a/z.csv", "configs/p.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    file = tmp_path / "configs" / "run.yaml"
+    monkeypatch.chdir(tmp_path)
+    for source in ("data/**/*.jsonl", "data/**/*.csv", "a" * 300, f"{'a' * 300}*", "a\0*"):
+        file.write_text(yaml.safe_dump({"data": {"source": source}}))
+        assert rlx.load_config(file).data.source == source
+    file.write_text("train: {steps: 3}")
+    assert rlx.load_config(file, {"data.source": "p.jsonl"}).data.source == "p.jsonl"
+    assert rlx.load_config(file, {"data.sources": [{"source": "p.jsonl"}]}).data.sources[0].source == "p.jsonl"
+    file.write_text("data: {source: '**/z.jsonl'}")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    with pytest.raises(ConfigError, match="but beside the config"):
+        rlx.load_config(file)
+
+
 def test_a_name_on_the_hub_and_what_is_nowhere_are_not_looked_for_beside_the_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -364,6 +364,12 @@ def test_a_folder_with_several_splits_is_refused_for_a_new_run_with_globs_that_w
     assert not [file for each in taken for file in each if "notes" in file]
 
 
+@pytest.mark.parametrize("name", ["a" * 300, f"{'a' * 300}.csv"])
+def test_a_name_that_is_too_long_is_refused_as_the_setting_that_has_it(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^data\.source a+"):
+        sources.check_source(sources.resolve(name), FILES, "data.source")
+
+
 def test_the_glob_of_all_files_has_each_way_in_which_their_suffix_is_written(tmp_path: Path) -> None:
     place = put_files(tmp_path, ["train.csv", "test.CSV"])
     everything = f"{place}/*.[Cc][Ss][Vv]"

@@ -68,6 +68,12 @@ def test_a_setting_of_the_experiment_cannot_change(storage: Storage) -> None:
     )
 
 
+def test_an_address_of_today_that_is_none_is_of_who_gave_it(storage: Storage) -> None:
+    for giver in ("command line", "overrides"):
+        with pytest.raises(ConfigError, match=rf"^{giver}: tracking\.uri = 3: input should be a valid string"):
+            plans.continued_sweep(storage, "s", {"tracking.uri": 3}, giver=giver)
+
+
 def test_a_file_of_another_name_is_other_data(storage: Storage) -> None:
     with pytest.raises(ConfigError, match=r"^data\.source is /gone/sums\.jsonl in "):
         plans.continued_sweep(storage, "s", {"data.source": "/here/products.jsonl"})

@@ -67,9 +67,10 @@ class FileSource(StoredSource):
 
     def resolve(self, address: str) -> str:
         """Returns an absolute path if the address is one of this machine that exists, or a glob."""
-        if "://" in address or not (_is_glob(address) or Path(address).exists()):
+        exists = os.path.exists(address)  # Path.exists fails if a name is too long
+        if "://" in address or not (_is_glob(address) or exists):
             return address
-        return str(Path(address).resolve()) if Path(address).exists() else os.path.abspath(address)
+        return str(Path(address).resolve()) if exists else os.path.abspath(address)
 
     def reading(self, address: str, columns: Columns, setting: str) -> Reading:
         filesystem, files = find_files(address, setting)

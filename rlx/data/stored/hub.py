@@ -46,7 +46,7 @@ class HubAddress:
         if is_saved_folder(name):
             return cls(name, None, split or "train", True)
         names = name.split("/")
-        if name.startswith((".", "/", "~")) or (name and Path(name).is_dir()):
+        if name.startswith((".", "/", "~")) or (name and os.path.isdir(name)):
             raise ValueError(f"{name} is no folder that Dataset.save_to_disk wrote")
         if len(names) > 3 or not all(names):
             raise ValueError(f"expected {_SYNTAX}")
@@ -55,7 +55,7 @@ class HubAddress:
 
 def is_saved_folder(address: str) -> bool:
     """Returns whether `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote this folder."""
-    return "://" not in address and any(Path(address, name).is_file() for name in _SAVED)
+    return "://" not in address and any(os.path.isfile(os.path.join(address, name)) for name in _SAVED)
 
 
 class HubSource(StoredSource):
