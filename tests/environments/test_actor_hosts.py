@@ -58,10 +58,13 @@ class Open:
 @pytest.fixture
 def prepared(tiny_model: Path, tmp_path: Path) -> PreparedRun:
     """A run with an environment that opens a file."""
-    params = {"file": str(tmp_path / "open")}
-    environment = {"name": "tests.environments.test_actor_hosts:Open", "params": params}
-    tree = {"model.path": str(tiny_model), "storage": str(tmp_path / "s"), "environment": environment}
-    return preflight.prepare(from_tree(with_overrides({}, tree)), tables={"train": None})
+    given = {
+        "model.path": str(tiny_model),
+        "storage": str(tmp_path / "s"),
+        "environment.name": "tests.environments.test_actor_hosts:Open",
+        "environment.params": {"file": str(tmp_path / "open")},
+    }
+    return preflight.prepare(from_tree(with_overrides({}, given)), tables={"train": None})
 
 
 @pytest.fixture
