@@ -220,15 +220,20 @@ def _of_episodes(trainer: Trainer, selection: Selection) -> Updates:
     turns = [turn for episode in episodes for turn in episode.turns]
     calls = [sum(turn.observation.calls for turn in episode.turns) for episode in episodes]
     errors = sum(turn.observation.call_errors for turn in turns)
-    cut = [not each.finished and not each.has_failed for each in completions]
-    has_turns_left = [len(episode.turns) < trainer.config.environment.max_turns for episode in episodes]
+    config = trainer.config
+    no_room = [
+        # A turn of the policy that has filled the room itself is none of them.
+        not (each.finished or each.has_failed or len(each.token_ids) >= config.rollout.max_tokens)
+        and len(episode.turns) < config.environment.max_turns
+        for each, episode in zip(completions, episodes, strict=True)
+    ]
     return {
         "episode/turns": (Mean, [len(episode.turns) for episode in episodes]),
         "episode/contexts": (Mean, [1 + len(episode.contexts) for episode in episodes]),
         "episode/tool_calls": (Mean, calls),
         "episode/tool_use_fraction": (Mean, [count > 0 for count in calls]),
         "episode/tool_errors": (Mean, [errors / len(episodes)] * len(episodes)),
-        "episode/no_room_fraction": (Mean, [a and b for a, b in zip(cut, has_turns_left, strict=True)]),
+        "episode/no_room_fraction": (Mean, no_room),
         "episode/failed_fraction": (Mean, [bool(episode.failure) for episode in episodes]),
         **{
             f"episode/{kind}_fraction": (Mean, [each.kind == kind for each in episodes])

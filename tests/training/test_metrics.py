@@ -205,7 +205,7 @@ def test_failures_of_environments_by_kind(ranks: int, on_ranks: OnRanks) -> None
 
 
 def of_cut_episodes(rank: int, ranks: int) -> float:
-    """The share without room: one is cut, one over, one cut at its last turn, one has failed."""
+    """The share without room: one is cut, one over, one cut at its last turn, one has failed, one's turn filled it."""
     row, trainer = scored()[0], trainer_of(Mesh.of("cpu", 1))
 
     def played(turns: int, finished: bool = False, failure: str = "") -> ScoredCompletion:
@@ -214,12 +214,15 @@ def of_cut_episodes(rank: int, ranks: int) -> float:
         return replace(row, completion=replace(row.completion, finished=finished, episode=episode))
 
     most, selection = trainer.config.environment.max_turns, Selection(2, 2, filtered=False, greedy=False)
+    full = played(1)
+    filled = replace(full.completion, token_ids=tuple(range(trainer.config.rollout.max_tokens)))
     selection.add([played(1), played(1, finished=True), played(most), played(1, failure="raised")])
+    selection.add([replace(full, completion=filled)] * 4)
     return over_ranks(trainer, metrics._of_episodes(trainer, selection))["episode/no_room_fraction"]
 
 
 def test_episodes_that_are_cut_before_their_last_turn_had_no_room_for_it(on_ranks: OnRanks) -> None:
-    assert on_ranks(1, of_cut_episodes) == [0.25]
+    assert on_ranks(1, of_cut_episodes) == [1 / 8]
 
 
 def warmed_up(rank: int, ranks: int) -> dict[str, float]:
