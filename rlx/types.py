@@ -47,11 +47,12 @@ answer; it answered something else when actions were repeated"""
 
 
 class EnvironmentFailed(RuntimeError):
-    """An environment failed, also when it was asked again; the text says why."""
+    """An environment failed, also when it was asked again; the text says why, and where if it has raised."""
 
-    def __init__(self, failure: str, kind: FailureKind = "raised") -> None:
-        super().__init__(failure)
-        self.kind = kind
+    def __init__(self, failure: str, kind: FailureKind = "raised", raised_at: str = "") -> None:
+        """`raised_at`: file:line; empty if that is not known."""
+        super().__init__(f"{failure} at {raised_at}" if raised_at else failure)
+        self.failure, self.kind, self.raised_at = failure, kind, raised_at
 
     @classmethod
     def unrepeatable(cls) -> EnvironmentFailed:
@@ -177,6 +178,7 @@ class Episode:
     failure: str = ""  # why the environment failed; empty if it did not
     kind: FailureKind | None = field(default=None, compare=False)  # of the failure; files of older versions lack it
     begun_with: str = field(default="", compare=False)  # `EpisodeSeeds.digest`; files of older versions lack it
+    raised_at: str = field(default="", compare=False)  # file:line of the failure, which differs between machines
 
     def as_json(self) -> str:
         """The episode as text, which `of_json` reads."""
@@ -191,6 +193,11 @@ class Episode:
             given["kind"] = "unrepeatable"
         own = {"start": Observation.of(given["start"]), "turns": tuple(turns), "contexts": tuple(given["contexts"])}
         return cls(**given | own)
+
+    @property
+    def told_failure(self) -> str:
+        """The failure and where it was raised, as people read them; empty if there is none."""
+        return str(EnvironmentFailed(self.failure, raised_at=self.raised_at))
 
     @property
     def seconds(self) -> float:

@@ -152,7 +152,7 @@ def completions_table(rows: Sequence[KeptCompletion], width: int | None, charact
             "question": readable(row.question, characters),
             "expected": readable(row.expected, characters),
             "completion": readable(row.completion, characters),
-            "failure": readable(row.played.failure if row.played else "", characters),
+            "failure": readable(row.played.told_failure if row.played else "", characters),
         }
         for row in rows
     ]

@@ -22,13 +22,15 @@ from typing import Any, Protocol
 from rlx.actors import BulkActor
 from rlx.config.errors import one_line
 from rlx.environments.base import has_steps, load_environment, messages_of
-from rlx.environments.instance import Instance, OwnThread
+from rlx.environments.instance import Instance
 from rlx.environments.tools import ToolDialogue, finite, score_of
-from rlx.types import Observation, TaskRow, TurnLength
+from rlx.types import EnvironmentFailed, Observation, TaskRow, TurnLength
 
 _MIB = 1 << 20
 _STACK = 8 * _MIB
 """size of a thread's stack where the system does not limit it"""
+_HERE, _PYTHON = Path(__file__).parent, Path(traceback.__file__).parent
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
 _CANCEL_S = 1.0
 """in which an `async` method that took too long has to end when it is cancelled"""
 
@@ -57,9 +59,15 @@ class Reply:
 
     observation: Observation | None = None
     failure: str = ""  # why there is no observation
+    raised_at: str = ""  # file:line of the environment's, if it has raised
     is_late: bool = False  # the call took longer than it may
     is_stuck: bool = False  # its process has to be replaced: the call goes on for ever, or memory has run out
     is_unknown: bool = False  # no episode has the key: the process was started anew
+
+    @property
+    def error(self) -> EnvironmentFailed:
+        """The failure as an error."""
+        return EnvironmentFailed(self.failure, "hung" if self.is_late else "raised", self.raised_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +115,16 @@ class EnvironmentHost(BulkActor):
         """Raises ConfigError if there is no such environment."""
         self.settings, self._kind = settings, load_environment(settings.name)
         self._live: dict[str, Instance] = {}  # by key
-        self._left: list[OwnThread] = []  # of instances that are closed, as far as `close` still runs
+        self._left: list[Instance] = []  # that are closed, as far as `close` still runs
         # Several workers may ask for more calls at the same time: the time limit of one begins once it has room.
         self._room = asyncio.Semaphore(settings.concurrency)
         self._limit = MemoryLimit(settings.memory_mb * _MIB) if settings.memory_mb else None
 
     async def start(self, key: str, beginning: Beginning) -> Reply:
-        """Begins an episode under a key; an episode that has the key ends."""
-        await self.close(key)
+        """Begins an episode under a key. One that has the key ends before; if that takes too long, none is begun."""
+        ended = await self.close(key)
+        if ended.failure:
+            return ended
         # Known before anything is called, which may fail: the instance is closed all the same.
         live = self._live[key] = Instance()
         if self._limit:
@@ -155,35 +165,39 @@ class EnvironmentHost(BulkActor):
         live = self._live.pop(key, None)
         return await self._ended(live) if live else Reply()
 
-    async def forget(self, owner: str) -> None:
-        """Ends all episodes whose keys begin with that of an owner, which has started anew."""
+    async def forget(self, owner: str) -> list[Reply]:
+        """Ends all episodes whose keys begin with that of an owner, which has started anew; replies as `close`."""
         old = [self._live.pop(key) for key in list(self._live) if key.startswith(owner)]
-        await asyncio.gather(*map(self._ended, old))
+        return await asyncio.gather(*map(self._ended, old))
 
     async def _ended(self, live: Instance) -> Reply:
-        close = getattr(live.environment, "close", None)
-        reply = await self._timed(live, functools.partial(_close, live, close)) if close else Reply()
+        # An instance may still be made, so whether it has a `close` is known only when it is its turn.
+        may_close = live.environment is None or hasattr(live.environment, "close")
+        reply = await self._timed(live, functools.partial(_close, live)) if may_close else Reply()
         live.thread.end()
         if not reply.is_late:
             return Reply()  # it is over, whatever it has said
-        self._left = [thread for thread in (*self._left, live.thread) if thread.is_busy]
+        self._left = [each for each in (*self._left, live) if each.is_busy]
         is_stuck = len(self._left) >= self.settings.concurrency
         return replace(reply, failure=f"close {reply.failure}", is_stuck=is_stuck)
 
     async def _timed(self, live: Instance, call: Callable[[], Awaitable[Observation]]) -> Reply:
-        async with self._room:
+        async with live.turn, self._room:
             started, task = time.monotonic(), asyncio.ensure_future(call())
+            live.task = task
             done, _ = await asyncio.wait([task], timeout=self.settings.timeout_s)
             if not done:
                 task.cancel()
-                done, _ = await asyncio.wait([task], timeout=_CANCEL_S)
-                is_stuck = not done or live.thread.is_busy
-                return Reply(failure=f"took longer than {self.settings.timeout_s:g} s", is_late=True, is_stuck=is_stuck)
+                await asyncio.wait([task], timeout=_CANCEL_S)
+                failure = f"took longer than {self.settings.timeout_s:g} s"
+                return Reply(failure=failure, is_late=True, is_stuck=live.is_busy)
         if task.cancelled():  # by the environment itself
             return Reply(failure="raised CancelledError")
         error = task.exception()
         if error is not None:
-            return Reply(failure=_described(error), is_stuck=isinstance(error, MemoryError))
+            said = one_line(error, 300)
+            failure = f"raised {type(error).__name__}{said and f': {said}'}"
+            return Reply(failure=failure, raised_at=_place(error), is_stuck=isinstance(error, MemoryError))
         return Reply(replace(task.result(), seconds=time.monotonic() - started))
 
     async def _start(self, live: Instance, beginning: Beginning) -> Observation:
@@ -221,18 +235,28 @@ async def _finish(live: Instance, answer: str) -> Observation:
     return Observation(reward=await score_of(live.environment, answer, live.thread.call), done=True)
 
 
-async def _close(live: Instance, close: Callable[[], Any]) -> Observation:
-    await live.thread.call(close)
+async def _close(live: Instance) -> Observation:
+    close = getattr(live.environment, "close", None)
+    if close:
+        await live.thread.call(close)
     return Observation()
 
 
-def _described(error: BaseException) -> str:
-    """What was raised and where, in one line; without the place if that is here, where wrong answers are refused."""
+def _place(error: BaseException) -> str:
+    """The last line of a user's code that an error came through, else the last line of all, as file:line.
+
+    Empty if that is here, where wrong answers are refused.
+    """
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    file, line = frames[-1]
-    where = "" if Path(file).parent == Path(__file__).parent else f" at {file}:{line}"
-    said = one_line(error, 300)
-    return f"raised {type(error).__name__}{said and f': {said}'}{where}"
+    file, line = next((each for each in reversed(frames) if not _is_library(each[0])), frames[-1])
+    return "" if Path(file).parent == _HERE else f"{file}:{line}"
+
+
+def _is_library(file: str) -> bool:
+    """Whether a file is of Python, of an installed package, or of rlx; `<string>` is no file."""
+    path = Path(file)
+    is_own = path.is_relative_to(_HERE.parent) or path.is_relative_to(_PYTHON)
+    return is_own or file.startswith("<") or not _INSTALLED.isdisjoint(path.parts)
 
 
 class MemoryLimit:

@@ -56,3 +56,10 @@ class Instance:
     thread: OwnThread = field(default_factory=OwnThread)
     environment: Any = None  # None: its constructor has not returned
     tools: ToolDialogue | None = None  # None: it answers turns itself
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of the call under way: its end waits for it
+    task: asyncio.Future[Any] | None = None  # the last call
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call runs: after its time limit one that cannot be ended."""
+        return self.thread.is_busy or not (self.task is None or self.task.done())

@@ -63,7 +63,8 @@ class ActorHost:
 
     async def call(self, method: str, *args: Any) -> Any:
         """See `Host.call`. The first call waits until the process is up."""
-        repeated = len(args[2]) if method == "repeat" else 0
+        # `forget` waits for calls that are under way.
+        repeated = len(args[2]) if method == "repeat" else int(method == "forget")
         patience_s = self._timeout_s * (1 + repeated) + (_MARGIN_S if self._has_answered else _START_S)
         try:
             returned = await self._calls.call(method, *args, timeout_s=patience_s)
@@ -203,34 +204,36 @@ class EnvironmentPool:
         key = self.owner + key
         record = self._records.pop(key)
         self._loads[record.host] -= 1
-        replies = await record.second.end() if record.second else None
-        life = self._lives[record.host]
+        replies = await record.second.replies() if record.second else None
+        failed, same, life = None, True, self._lives[record.host]
         try:
             async with self._room[record.host]:
                 await self.hosts[record.host].is_up()
                 life = self._lives[record.host]
                 failed, same = await self._replayed(key, record, replies) if check else (None, True)
                 if failed:
-                    self._noted(record, life, failed)
-                ended = await self.hosts[record.host].call("close", key)
-                if ended.failure:
-                    self._noted(record, life, ended)
+                    self._noted(record.host, life, failed)
+                for each in (key, record.second.key) if record.second else (key,):
+                    await self._end(each, record.host, life)
         except HostLost as lost:
             self._replace(record.host, life, str(lost))
-            return True
         return same or failed is not None  # one that cannot be repeated at all is no proof
 
     async def forget(self) -> None:
         """Ends what an earlier process of this owner has left; waits for no host that is starting."""
-        # All at once: what a host is asked later is about new episodes, which must not end with the old ones.
-        await asyncio.gather(*map(self._forget_on, range(len(self.hosts))))
 
-    async def _forget_on(self, number: int) -> None:
-        try:
-            async with self._room[number]:
-                await self.hosts[number].call("forget", self.owner)
-        except HostLost as lost:
-            self._replace(number, self._lives[number], str(lost))
+        async def forget_on(number: int) -> None:
+            try:
+                async with self._room[number]:
+                    life = self._lives[number]
+                    for ended in await self.hosts[number].call("forget", self.owner):
+                        if ended.failure:
+                            self._noted(number, life, ended)
+            except HostLost as lost:
+                self._replace(number, self._lives[number], str(lost))
+
+        # All at once: what a host is asked later is about new episodes, which must not end with the old ones.
+        await asyncio.gather(*map(forget_on, range(len(self.hosts))))
 
     async def _attempted(self, key: str, record: _Record, method: str, *args: Any) -> Observation:
         """The observation of a call, repeated on a fresh instance as often as `retries` allows.
@@ -249,7 +252,7 @@ class EnvironmentPool:
                         record.life, record.is_whole = life, True
                         record.observations.append(reply.observation)
                         return replace(reply.observation, retries=self.retries + 1 - left)
-                    failed = self._noted(record, life, reply)
+                    failed, record.is_whole = self._noted(record.host, life, reply), False
                     left -= 1
                 except HostLost as lost:
                     failed = EnvironmentFailed(str(lost), "died")
@@ -275,19 +278,32 @@ class EnvironmentPool:
             if not same:
                 raise EnvironmentFailed.unrepeatable()
             record.life, record.is_whole = life, True
+        elif not record.is_whole:
+            await self._end(key, record.host, life)
         reply: Reply = await self.hosts[record.host].call(method, key, *args)
         if not reply.is_unknown:
             return reply
         record.is_whole = False
         return await self._attempt(key, record, method, *args)
 
-    def _noted(self, record: _Record, life: int, reply: Reply) -> EnvironmentFailed:
+    async def _end(self, key: str, host: int, life: int) -> None:
+        """Ends an instance. A `close` that hangs is told, and fails nothing.
+
+        Raises:
+            HostLost: see `Host.call`; or too many of them hang, and the process has been replaced.
+        """
+        ended = await self.hosts[host].call("close", key)
+        if ended.failure:
+            self._noted(host, life, ended)
+        if ended.is_stuck:
+            raise HostLost("its process has been replaced")
+
+    def _noted(self, host: int, life: int, reply: Reply) -> EnvironmentFailed:
         """Counts a call that failed; a host that cannot go on after it is replaced."""
-        failed = EnvironmentFailed(reply.failure, "hung" if reply.is_late else "raised")
-        record.is_whole = False
-        self.failures.add(failed.kind, reply.failure)
+        failed = reply.error
+        self.failures.add(failed.kind, str(failed))
         if reply.is_stuck:
-            self._replace(record.host, life, "")
+            self._replace(host, life, "")
         return failed
 
     async def _replayed(
@@ -298,6 +314,8 @@ class EnvironmentPool:
         `replies`: of its second instance, whose host may have been lost and replaced meanwhile.
         """
         if replies is None or record.second_life != self._lives[record.host]:
+            if record.life == self._lives[record.host]:
+                await self._end(key, record.host, record.life)
             known = (record.beginning, record.actions, record.answer)
             replies = await self.hosts[record.host].call("repeat", key, *known)
         failed = next((reply for reply in replies if reply.failure), None)

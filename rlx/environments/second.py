@@ -2,7 +2,7 @@
 
 It is asked when the first has answered. So an environment whose answers depend on the time, or on what others did
 meanwhile, is found out, and an episode that is over has not to wait until all its turns are replayed. Left out:
-comparing the answers (pool).
+comparing the answers, and closing it (pool).
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ class SecondInstance:
         self, key: str, host: Host, room: asyncio.Semaphore, beginning: Beginning, lost: Callable[[str], object]
     ) -> None:
         """`key`: of the episode; `lost`: is told why the host is lost."""
-        self._key, self._host, self._room, self._lost = f"{key}/second", host, room, lost
+        self.key = f"{key}/second"
+        self._host, self._room, self._lost = host, room, lost
         self._replies = asyncio.create_task(self._after(None, "start", beginning))
 
     def tell(self, method: str, *args: Any) -> None:
         """Makes a call once those before it have ended; does not wait."""
         self._replies = asyncio.create_task(self._after(self._replies, method, *args))
 
-    async def end(self) -> list[Reply] | None:
-        """All replies up to the first that failed; None if the host was lost meanwhile."""
+    async def replies(self) -> list[Reply] | None:
+        """All replies up to the first that failed, once there are no more; None if the host was lost meanwhile."""
         with suppress(HostLost):
-            replies = await self._replies
-            await self._host.call("close", self._key)
-            return replies
+            return await self._replies
         return None
 
     async def _after(self, before: asyncio.Task[list[Reply]] | None, method: str, *args: Any) -> list[Reply]:
@@ -43,7 +42,7 @@ class SecondInstance:
             return replies
         async with self._room:
             try:
-                reply = await self._host.call(method, self._key, *args)
+                reply = await self._host.call(method, self.key, *args)
             except HostLost as error:
                 self._lost(str(error))
                 raise

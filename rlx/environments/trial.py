@@ -71,7 +71,7 @@ def _trial(settings: HostSettings) -> Callable[[TaskRow], tuple[str, bool]]:
         if why := _undescribed(settings.name):
             return why, True
         one, other = (asyncio.run(_played(settings, row)) for _ in range(_EPISODES))
-        failures = [reply.failure for reply in one if reply.failure]
+        failures = [str(reply.error) for reply in one if reply.failure]
         return (failures[0] if failures else ""), one == other
 
     return tried
@@ -95,5 +95,4 @@ async def _played(settings: HostSettings, row: TaskRow) -> list[Reply]:
 
     host = EnvironmentHost(settings)
     replies = await host.repeat("trial", Beginning(row, 0), [Action(row.answer, 0)])
-    await host.close("trial")
-    return replies
+    return [*replies, await host.close("trial")]

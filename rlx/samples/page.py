@@ -102,7 +102,7 @@ def _episode(row: KeptCompletion) -> dict[str, Any] | None:
         "calls": sum(each.calls for each in observations),
         "errors": sum(each.call_errors for each in observations),
         "seconds": _short(played.seconds),
-        "failure": played.failure,
+        "failure": played.told_failure,
         "rewards": [_short(each.reward) for each in observations],
         "last": observations[-1].text,
     }

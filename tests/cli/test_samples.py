@@ -72,7 +72,8 @@ def test_an_episode_whose_environment_failed_is_named_and_counted(
     for number, (failure, kind) in enumerate(zip(failures, kinds, strict=True)):
         row = scored(number)
         turn = Turn(0, 1, 4, Observation(done=True))
-        episode = Episode(Observation(), (turn,), failure=failure, kind=kind) if number else None
+        raised_at = "env.py:3" if kind else ""
+        episode = Episode(Observation(), (turn,), failure=failure, kind=kind, raised_at=raised_at) if number else None
         rows.append(replace(row, completion=replace(row.completion, episode=episode)))
     writer = CompletionWriter(open_storage(storage) / "runs" / "one", Keeping(1.0, 0, 0, 1), Letters(), pytest.fail)
     writer.keep(StepCompletions(Kind.TRAINING, 6, 8, rows))
@@ -80,7 +81,7 @@ def test_an_episode_whose_environment_failed_is_named_and_counted(
     header, _, *shown, _, summary = said(capsys, "one", "--storage", storage).splitlines()
     finish = header.split("|").index(next(cell for cell in header.split("|") if cell.strip() == "finish"))
     assert [line.split("|")[finish].strip() for line in shown] == ["stop", "failed: raised", "failed", "stop"]
-    assert "raised LookupError: no row" in shown[1] and "took longer than 5 s" in shown[2]
+    assert "raised LookupError: no row at env.py:3" in shown[1] and "took longer than 5 s" in shown[2]
     assert "; the environments of 2 failed; " in summary
 
 

@@ -1,16 +1,20 @@
 """One process of environments: live episodes by key, time limits, tools, and what becomes of errors. Without Ray."""
 
 import asyncio
+import inspect
+import json
 import resource
 import sqlite3
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import pytest
 
 from rlx.config.errors import ConfigError
+from rlx.environments import host as hosts
 from rlx.environments.host import Action, Beginning, EnvironmentHost, HostSettings, MemoryLimit, Reply
 from rlx.environments.tools import finite
 from rlx.types import Observation, TaskRow
@@ -96,6 +100,42 @@ class Shelf(Plain):
 
     def read(self) -> str:
         return str(self.connection.execute("select 1").fetchone()[0])
+
+
+class Made(Plain):
+    """Takes a while to be made, or to begin on the event loop; says what has been done."""
+
+    done: ClassVar[list[str]] = []
+
+    def __init__(self, slow: str) -> None:
+        self.slow = slow
+        time.sleep(0.1 if slow == "made" else 0.0)
+        self.done.append("made")
+
+    async def reset(self, row: TaskRow, seed: int) -> str:
+        await asyncio.sleep(0.1 if self.slow == "reset" else 0.0)
+        self.done.append("reset")
+        return "go"
+
+    def close(self) -> None:
+        self.done.append("closed")
+
+
+class Deaf(Plain):
+    """Its `close` does not end when it is cancelled."""
+
+    async def close(self) -> None:
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.05)
+
+
+class Reading(Plain):
+    """What it calls of Python fails."""
+
+    def step(self, action: str) -> Any:
+        return json.loads(action), 0.0, False
 
 
 class Tools:
@@ -247,6 +287,44 @@ def test_an_environment_that_runs_out_of_answers_fails_at_once() -> None:
     run(lambda: host.start("1", BEGINNING))
     reply = run(lambda: host.step("1", Action("a", 0)))
     assert reply.failure.startswith("raised ") and "StopIteration" in reply.failure and not reply.is_stuck
+
+
+def test_a_failure_has_the_line_of_ones_own_code_or_else_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    reply = replies("Reading", "no json")[1]
+    assert reply.failure == "raised JSONDecodeError: Expecting value: line 1 column 1 (char 0)"
+    line = inspect.getsourcelines(Reading.step)[1] + 1
+    assert reply.raised_at == f"{__file__}:{line}" and str(reply.error) == f"{reply.failure} at {reply.raised_at}"
+    monkeypatch.setattr(hosts, "_INSTALLED", frozenset({"tests"}))  # as if it were an installed package
+    assert replies("Reading", "no json")[1].raised_at.startswith(f"{json.decoder.__file__}:")
+
+
+@pytest.mark.parametrize("slow", ["made", "reset"])
+def test_an_instance_that_ends_while_it_begins_is_closed_when_it_has_begun(slow: str) -> None:
+    host = host_of("Made", slow=slow)
+    Made.done.clear()
+
+    async def stopped() -> None:
+        starting = asyncio.ensure_future(host.start("a/1", BEGINNING))
+        await asyncio.sleep(0.05)
+        await host.forget("")
+        assert starting.done()
+
+    asyncio.run(stopped())
+    assert Made.done == ["made", "reset", "closed"]
+
+
+def test_an_async_close_that_is_not_to_be_cancelled_counts_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "_CANCEL_S", 0.05)
+    host = host_of("Deaf", timeout_s=0.1)
+
+    async def closed() -> list[Reply]:
+        for key in "abc":
+            await host.start(key, BEGINNING)
+        return [await host.close("a"), await host.start("b", BEGINNING), *await host.forget("c")]
+
+    first, second, third = asyncio.run(closed())
+    assert {each.failure for each in (first, second, third)} == {"close took longer than 0.1 s"}
+    assert [each.is_stuck for each in (first, second, third)] == [False, True, True]  # two are too many
 
 
 def test_episodes_end_once_by_their_key_and_by_their_owner() -> None:

@@ -138,6 +138,22 @@ class Lingering(Echo):
         time.sleep(2.0)
 
 
+class Lingers(Raising):
+    """Those do not end that are made with an even number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = Raising.made
+
+    def reset(self, row: TaskRow, seed: int) -> str:
+        if row.question == "raise" and self.number % 2 == 0:
+            raise LookupError
+        return super().reset(row, seed)
+
+    def close(self) -> None:
+        time.sleep(1.0 if self.number % 2 == 0 else 0.0)
+
+
 class Restarting(LocalHost):
     """A host whose process takes a while to start: until then its calls fail, as those of an actor do."""
 
@@ -369,6 +385,42 @@ def test_ends_that_hang_fail_no_episode_and_have_their_process_replaced_once_the
     assert [said(pool, "a")[0] for _ in range(5)] == [["question 7", "a 0"]] * 5
     assert host.lives == 3 and pool.failures == {"hung": 5}
     assert "close took longer than 0.1 s" in pool.told[0]  # type: ignore[attr-defined]
+
+
+def test_ends_of_second_instances_that_hang_have_their_process_replaced_too() -> None:
+    host, Raising.made = Dying(HostSettings(f"{HERE}Lingers", {}, 0.1, 2), set()), 0
+    pool = pool_of("", [host], retries=0)
+    assert [had_twice(pool, "a") for _ in range(4)] == [True] * 4
+    assert host.lives == 3 and pool.failures == {"hung": 4}
+
+
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_ends_of_failed_instances_that_hang_are_told_and_are_no_attempt(concurrency: int) -> None:
+    host, Raising.made = Dying(HostSettings(f"{HERE}Lingers", {}, 0.1, concurrency), set()), 1
+    pool = pool_of("", [host], retries=1)
+
+    async def played() -> list[str]:
+        texts = [(await pool.start("1", ROW, 7)).text]
+        with pytest.raises(EnvironmentFailed, match="no such thing"):  # in the first instance, and in the next one
+            await pool.step("1", "raise", 0)
+        return [*texts, str(await pool.close("1"))]
+
+    assert asyncio.run(played()) == ["question 7", "True"]
+    assert pool.failures == {"raised": 2, "hung": 1} and host.lives == (2 if concurrency == 1 else 1)
+
+
+def test_ends_that_hang_of_what_has_not_begun_and_of_a_process_before_are_told() -> None:
+    host, Raising.made = LocalHost(HostSettings(f"{HERE}Lingers", {}, 0.1, 4)), 1
+    before, after = (pool_of("", [host], retries=1) for _ in range(2))
+
+    async def played() -> str:
+        said = (await before.start("1", TaskRow("raise", ""), 7)).text  # in the second instance
+        await before.start("2", ROW, 7)
+        await after.forget()
+        return said
+
+    assert asyncio.run(played()) == "raise 7"
+    assert before.failures == {"raised": 1, "hung": 1} and after.failures == {"hung": 1}
 
 
 def test_a_call_that_hung_is_made_again_once_its_host_is_up() -> None:

@@ -32,6 +32,9 @@ class Bad:
             time.sleep(60)
         return "so", 0.0, True
 
+    def close(self) -> None:
+        time.sleep(60 if self.what == "linger" else 0)
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -40,6 +43,7 @@ class Bad:
         ({"what": "raise"}, "raised LookupError: no such row"),
         ({"what": "die"}, "ended its process"),
         ({"what": "hang"}, "took longer than 0.3 s"),
+        ({"what": "linger"}, "close took longer than 0.3 s"),
         ({"where": 1}, "unexpected keyword argument 'where'"),
     ],
 )

@@ -89,19 +89,22 @@ def test_columns_of_completions_that_differ_are_named(tmp_path: Path) -> None:
     assert comparing.different_columns(run, again, 5) == ("score",)
 
 
-def with_episode(began: Observation, reward: float = 0.5) -> StepCompletions:
+def with_episode(began: Observation, reward: float = 0.5, raised_at: str = "") -> StepCompletions:
     """The completions of a step, of which the first is an episode."""
     given = step(5)
-    told = Episode(began, (Turn(0, 1, 4, Observation(reward=reward)),), (), reward)
+    told = Episode(
+        began, (Turn(0, 1, 4, Observation(reward=reward)),), (), reward, "raised OSError", raised_at=raised_at
+    )
     first = replace(given.rows[0], completion=replace(given.rows[0].completion, episode=told))
     return replace(given, rows=[first, *given.rows[1:]])
 
 
 def test_what_environments_said_is_compared_but_not_what_it_took(tmp_path: Path) -> None:
     run, again = (open_storage(str(tmp_path / name)) for name in ("run", "again"))
-    keep(run, 5, with_episode(Observation(seconds=1.0, retries=1)))
-    keep(again, 5, with_episode(Observation(seconds=2.0)))
-    assert comparing.different_columns(run, again, 5) == ()
+    keep(run, 5, with_episode(Observation(seconds=1.0, retries=1), raised_at="/home/one/env.py:27"))
+    for raised_at in ("", "/home/two/env.py:28"):
+        keep(again, 5, with_episode(Observation(seconds=2.0), raised_at=raised_at))
+        assert comparing.different_columns(run, again, 5) == ()
     for other in (with_episode(Observation(), 0.75), with_episode(Observation(({"role": "user", "content": "a"},)))):
         keep(again, 5, other)
         assert comparing.different_columns(run, again, 5) == ("episode",)

@@ -164,6 +164,7 @@ def test_an_episode_of_an_older_version_is_read() -> None:
         rest = f'"contexts": [], "score": 0.5, "failure": "why", "is_repeatable": {repeatable}'
         found = Episode.of_json(f'{{"start": {said}, "turns": [{turn}], {rest}}}')
         assert (found.failure, found.kind, found.seconds, found.retries) == ("why", kind, 0.5, 0)
+        assert (found.raised_at, found.told_failure) == ("", "why")
 
 
 def test_an_episode_whose_first_messages_are_too_long_fails_alone() -> None:

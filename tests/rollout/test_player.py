@@ -85,8 +85,8 @@ def test_an_episode_that_is_cut_has_the_score_of_its_last_turn() -> None:
 
 def test_an_environment_that_does_not_begin_leaves_one_turn_on_the_prompt_itself() -> None:
     (done,), environments = played("reset")
-    assert done.episode and done.episode.failure.startswith("raised LookupError: reset at ") and not done.finished
-    assert done.episode.kind == "raised"
+    assert done.episode and done.episode.failure == "raised LookupError: reset" and not done.finished
+    assert done.episode.kind == "raised" and done.episode.raised_at.startswith(f"{__file__}:")
     assert done.prompt == PROMPTS[0]
     assert TOKENIZER.decode(done.token_ids) == "ab<|end|>" and done.drawn == [True] * 3
     assert (done.episode.start, done.episode.score) == (Observation(), 0.0)
@@ -95,7 +95,7 @@ def test_an_environment_that_does_not_begin_leaves_one_turn_on_the_prompt_itself
 
 def test_an_environment_that_fails_later_ends_the_episode_with_the_turn_it_has_not_answered() -> None:
     (done,), _ = played("step 2")
-    assert done.episode and done.episode.failure.startswith("raised LookupError: step 2") and not done.finished
+    assert done.episode and done.episode.failure == "raised LookupError: step 2" and not done.finished
     assert done.episode.kind == "raised"
     assert TOKENIZER.decode(done.token_ids) == "ab<|end|>\n<|user|>on<|end|>\n<|assistant|>cde<|end|>"
     assert done.episode.score == 0.25 and [turn.observation.done for turn in done.episode.turns] == [False, True]
@@ -103,7 +103,7 @@ def test_an_environment_that_fails_later_ends_the_episode_with_the_turn_it_has_n
 
 def test_an_environment_that_cannot_score_a_cut_episode_fails_it_alone() -> None:
     (done,), _ = played("score")
-    assert done.episode and done.episode.failure.startswith("raised LookupError: score at ")
+    assert done.episode and done.episode.failure == "raised LookupError: score"
     assert done.episode.kind == "raised"
     assert len(done.episode.turns) == 3 and done.episode.score == 3 * 0.25 and not done.finished
 

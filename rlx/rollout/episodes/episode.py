@@ -18,7 +18,6 @@ from rlx.types import (
     Completion,
     EnvironmentFailed,
     Episode,
-    FailureKind,
     Observation,
     Prompt,
     Sampling,
@@ -91,8 +90,7 @@ class OpenEpisode:
     turns: list[Turn] = field(default_factory=list)
     contexts: list[int] = field(default_factory=list)  # see `Episode.contexts`
     final_reward: float = 0.0  # given after the last turn
-    failure: str = ""
-    kind: FailureKind | None = None  # of the failure
+    failed: EnvironmentFailed | None = None
     is_done: bool = False  # the environment has ended it
     is_over: bool = False
     engine: int | None = None  # that has drawn the last turn, and may still have its prefix
@@ -136,7 +134,7 @@ class OpenEpisode:
     def begin_without_environment(self, failed: EnvironmentFailed) -> None:
         """Begins with the prompt itself: the environment has failed, and the episode ends after one turn."""
         self.start, self.opening = Observation(), self.seeds.prompt.token_ids
-        self.failure, self.kind = str(failed), failed.kind
+        self.failed = failed
 
     def request(self) -> Request:
         """What an engine is asked for next."""
@@ -150,7 +148,7 @@ class OpenEpisode:
         """Takes a turn of the policy."""
         self.drawn = output, version
         self.messages.append({"role": "assistant", "content": self.action})
-        if self.failure:
+        if self.failed:
             self.add_observation(Observation(done=True))
 
     def add_observation(self, observation: Observation) -> None:
@@ -162,7 +160,7 @@ class OpenEpisode:
         self.logprobs += output.logprobs
         turn = Turn(start, len(self.token_ids), version, observation, len(self.contexts))
         self.turns.append(turn)
-        self.is_done = observation.done and not self.failure
+        self.is_done = observation.done and not self.failed
         self.is_over = observation.done or len(self.turns) >= self.limits.max_turns
         if not self.is_over:
             following = self.dialogue.continuation(
@@ -182,7 +180,7 @@ class OpenEpisode:
 
     def fail(self, failed: EnvironmentFailed) -> None:
         """Ends the episode after the last turn: the environment gives no answer to it, no score, or two answers."""
-        self.failure, self.kind, self.is_over = str(failed), failed.kind, True
+        self.failed, self.is_over = failed, True
         if self.drawn:
             self.add_observation(Observation(done=True))
 
@@ -190,8 +188,9 @@ class OpenEpisode:
         """The episode as a completion."""
         assert self.is_over and self.start is not None
         score = self.final_reward + sum(turn.observation.reward for turn in self.turns)
-        digest, turns, contexts = self.seeds.digest, tuple(self.turns), tuple(self.contexts)
-        episode = Episode(self.start, turns, contexts, score, self.failure, self.kind, digest)
+        episode = Episode(self.start, tuple(self.turns), tuple(self.contexts), score, begun_with=self.seeds.digest)
+        if failed := self.failed:
+            episode = replace(episode, failure=failed.failure, kind=failed.kind, raised_at=failed.raised_at)
         return Completion(
             prompt=replace(self.seeds.prompt, token_ids=self.opening),
             sample=self.seeds.sample,

@@ -151,7 +151,7 @@ class Player:
                     pending.seconds += drawn.seconds / len(pending.open)
         except NoEngineError:
             return
-        check = not episode.failure and episode.seeds.is_among(self.checked_share)
+        check = not episode.failed and episode.seeds.is_among(self.checked_share)
         if not await self.environments.close(episode.key, check):
             episode.fail(EnvironmentFailed.unrepeatable())
 
