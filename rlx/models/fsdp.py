@@ -6,7 +6,7 @@ Left out: cutting matrices over tensor-parallel ranks (tensor_parallel), and whe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -95,12 +95,26 @@ def clip_gradients(model: nn.Module, limit: float) -> Tensor:
     Returns:
         The norm before, a scalar that stays on its device so that the caller need not wait for the device.
     """
-    meshes: dict[Any, list[Tensor]] = {}  # tensor-parallel layers have a mesh of their own; torch takes one at a time
-    for weight in model.parameters():
-        if weight.grad is not None:
-            meshes.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
-    gradients = ([weight.grad for weight in weights if weight.grad is not None] for weights in meshes.values())
-    norm = nn.utils.get_total_norm([full_tensor(nn.utils.get_total_norm(group)) for group in gradients])
-    for weights in meshes.values():
+    meshes = _by_mesh(weight for weight in model.parameters() if weight.grad is not None)
+    norm = _total_norm([weight.grad for weight in weights if weight.grad is not None] for weights in meshes)
+    for weights in meshes:
         nn.utils.clip_grads_with_norm_(weights, limit, norm)
     return norm
+
+
+def weight_norm(model: nn.Module) -> Tensor:
+    """The norm of all weights that are trained, a scalar that stays on its device. Collective: all ranks call it."""
+    return _total_norm(_by_mesh(weight.detach() for weight in model.parameters() if weight.requires_grad))
+
+
+def _by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The tensors of each mesh. Tensor-parallel layers have one of their own, and torch takes one at a time."""
+    meshes: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        meshes.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(meshes.values())
+
+
+def _total_norm(meshes: Iterable[list[Tensor]]) -> Tensor:
+    """The norm over the tensors of all meshes, a scalar; a collective call."""
+    return nn.utils.get_total_norm([full_tensor(nn.utils.get_total_norm(tensors)) for tensors in meshes])

@@ -6,7 +6,6 @@ The formulas are in rlx.algorithms; here they meet the models, the settings and 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +29,7 @@ from rlx.training.experience import (
     return_to_owners,
     token_draws,
 )
+from rlx.training.finiteness import check_finite
 from rlx.training.optimizers.choice import set_lr
 from rlx.training.stats import LossStats, Sums, UpdateStats, add_sums
 from rlx.training.trainer import Trainer
@@ -55,7 +55,7 @@ def update(trainer: Trainer, batch: Experience, deferred: bool = False) -> tuple
         And the statistics of the losses and optimizer steps.
 
     Raises:
-        FloatingPointError: see `check_norms`.
+        FloatingPointError: see `check_finite`.
     """
     train, stats = trainer.config.train, UpdateStats()
     own = torch.arange(len(batch.row), device=batch.row.device)
@@ -82,7 +82,7 @@ def update(trainer: Trainer, batch: Experience, deferred: bool = False) -> tuple
             continue
         add_sums(stats.grad_norms, optimizer_step(trainer, number))
         stats.optimizer_steps += 1
-    check_norms(trainer, stats)
+    check_finite(trainer, batch, stats)
     return return_to_owners(batch, trainer.mesh), stats
 
 
@@ -357,20 +357,6 @@ def optimizer_step(trainer: Trainer, number: int) -> Sums:
         optimizer.zero_grad()
     trainer.update_ema()
     return norms
-
-
-def check_norms(trainer: Trainer, stats: UpdateStats) -> None:
-    """Checks all gradient norms of a step at once. A wait for each would leave the GPU idle between optimizer steps.
-
-    Raises:
-        FloatingPointError: a norm is not finite. The weights are unusable then, and are neither sent nor saved.
-    """
-    for name, norm in stats.grad_norms.items():
-        if not math.isfinite(norm):  # the sum of all norms, none of which is negative
-            raise FloatingPointError(
-                f"step {trainer.step + 1}: a gradient norm of the {name} is not finite; its weights are "
-                f"unusable, and neither sent nor saved; a lower learning rate may help"
-            )
 
 
 def scheduled_lr_scale(trainer: Trainer, name: str, number: int) -> float:

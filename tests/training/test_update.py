@@ -554,6 +554,33 @@ def test_a_gradient_that_is_not_finite_ends_the_run(on_ranks: OnRanks, tiny_mode
     assert [line.partition("; a lower")[0] for line in said] == [words.format(name) for name in models]
 
 
+def ruined(rank: int, ranks: int, path: str) -> list[str]:
+    """What updates say that ruin a model's weights by large steps along finite gradients, or begin with ruined ones."""
+    said = []
+    for name, rate in (("policy", 1e30), ("critic", 1e30), ("policy", 1e16), ("policy", None), ("critic", None)):
+        run = trainer_of(path, {"algorithm.target_kl": 1.0, "train.num_minibatches": 1, "train.ppo_epochs": 2}, 60)
+        if rate is None:
+            next(run.models[name].model.parameters()).data.fill_(math.nan)
+        else:
+            run.base_lrs[name] = [rate]
+        batch = experience.build_batch([ScoredCompletion(c, float(c.sample), True, {}) for c in completions()], PAD)
+        batch = loop.compute_advantages(run, loop.compute_logprobs(run, batch))[0]
+        with pytest.raises(FloatingPointError) as error:
+            update.update(run, batch)
+        said.append(str(error.value).partition(" not finite; ")[0])
+    return said
+
+
+def test_weights_that_are_not_finite_or_give_nothing_finite_end_the_run(on_ranks: OnRanks, tiny_model: Path) -> None:
+    (said,) = on_ranks(1, ruined, str(tiny_model))
+    assert said == [
+        "step 1: the norm of the weights of the policy is",
+        "step 1: the norm of the weights of the critic is",
+        "step 1: the KL of the policy is",
+        *["step 1: the log-probabilities or values of the weights before it are"] * 2,
+    ]
+
+
 LEFT_OUT: dict[str, Any] = {"train.num_minibatches": 1, "algorithm.kl_placement": "loss", "algorithm.entropy_coef": 0.1}
 
 
