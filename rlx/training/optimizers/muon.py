@@ -1,10 +1,10 @@
 """Muon for matrices that may be sharded.
 
 Muon makes the momentum of a matrix orthogonal, which takes the whole matrix. torch's Muon, given the shards of FSDP,
-multiplies shards and communicates in each product. Here each matrix is gathered once, and torch's Muon has it whole: the
-same gradients give the same update on any number of ranks. It computes in bfloat16, as its author does, which enlarges
-differences: gradients that differ in the last bits of float32, as those of other micro-batches or ranks do, give
-updates that differ by several per cent.
+multiplies shards and communicates in each product. Here each matrix is gathered once, and torch's Muon has it whole:
+the same gradients give the same update on any number of ranks. It computes in bfloat16, as its author does, which
+enlarges differences: gradients that differ in the last bits of float32, as those of other micro-batches or ranks do,
+give updates that differ by several per cent.
 """
 
 from __future__ import annotations
