@@ -1,10 +1,15 @@
 """What a worker does around training: phases from rank 0 alone, and the details of a failed reward function."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
+import ray
+import torch.distributed as dist
+from shared import OnRanks
 from test_run_folder import put, settings
 
 from rlx.config.sections.scaling import ScalingConfig
@@ -12,7 +17,7 @@ from rlx.rewards.custom import RewardError
 from rlx.runs import worker
 from rlx.runs.mailbox import Message
 from rlx.runs.run_folder import keeping_details
-from rlx.runs.worker_group import backend_of
+from rlx.runs.worker_group import backend_of, choose_interface
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.tracking.memory import NullTracker
@@ -76,3 +81,27 @@ def test_a_resume_with_other_settings_than_its_checkpoint_changes_steps(tmp_path
 )
 def test_gradients_in_host_memory_need_gloo_too(use_gpu: bool, offload: tuple[Any, ...], backend: str) -> None:
     assert backend_of(ScalingConfig(use_gpu=use_gpu), offload) == backend
+
+
+def gloo_after_choosing(rank: int, ranks: int, address: str, named: str) -> tuple[str | None, set[str]]:
+    """The interface that gloo is told to take for a node of this address, and where a group listens that is made then.
+
+    Args:
+        named: an interface that the environment names before; empty: none.
+    """
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    os.environ.update({"GLOO_SOCKET_IFNAME": named} if named else {})
+    before = {each.laddr for each in psutil.Process().net_connections()}
+    choose_interface(address)
+    dist.new_group(backend="gloo")
+    new = {each.laddr for each in psutil.Process().net_connections()} - before
+    return os.environ.get("GLOO_SOCKET_IFNAME"), {each.ip for each in new}
+
+
+def test_gloo_listens_on_the_nodes_address_unless_an_interface_is_named(on_ranks: OnRanks) -> None:
+    own, elsewhere = ray.util.get_node_ip_address(), "203.0.113.9"  # one that is never anybody's
+    ((name, listens),) = on_ranks(1, gloo_after_choosing, own, "")
+    assert name and own in {each.address for each in psutil.net_if_addrs()[name]}
+    assert listens == {own}
+    assert on_ranks(1, gloo_after_choosing, own, "lo") == [("lo", {"127.0.0.1"})]
+    assert on_ranks(1, gloo_after_choosing, elsewhere, "")[0][0] is None
