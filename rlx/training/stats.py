@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -45,3 +46,28 @@ def add_sums(sums: Sums, more: Mapping[str, float | Tensor]) -> None:
     """Adds numbers to those of the same names."""
     for name, value in more.items():
         sums[name] = sums.get(name, 0.0) + value
+
+
+def check_finite(step: int, before: float, numbers: Mapping[str, float | Tensor]) -> None:
+    """Checks numbers of an update before its weights are sent.
+
+    Args:
+        before: a sum, a scalar, of what the weights before the update gave: log-probabilities and values.
+        numbers: scalars of the update by what they are, in words.
+
+    Raises:
+        FloatingPointError: one of them is not finite. The weights are unusable then, and are neither sent nor saved;
+            but those from before the update were.
+    """
+    if not math.isfinite(before):
+        raise FloatingPointError(
+            f"step {step}: the log-probabilities or values of the weights before it are not finite; these weights are "
+            "unusable, and so are checkpoints of them: `rlx checkpoints RUN` lists earlier ones, and `rlx train "
+            "--from RUN@STEP --checkpoint.init-state all` goes on from one; a lower learning rate may help"
+        )
+    for what, number in numbers.items():
+        if not math.isfinite(number):
+            raise FloatingPointError(
+                f"step {step}: {what} is not finite; its weights are unusable, and neither sent nor saved; a lower "
+                "learning rate may help"
+            )

@@ -29,9 +29,8 @@ from rlx.training.experience import (
     return_to_owners,
     token_draws,
 )
-from rlx.training.finiteness import check_finite
 from rlx.training.optimizers.choice import set_lr
-from rlx.training.stats import LossStats, Sums, UpdateStats, add_sums
+from rlx.training.stats import LossStats, Sums, UpdateStats, add_sums, check_finite
 from rlx.training.trainer import Trainer
 
 
@@ -55,7 +54,7 @@ def update(trainer: Trainer, batch: Experience, deferred: bool = False) -> tuple
         And the statistics of the losses and optimizer steps.
 
     Raises:
-        FloatingPointError: see `check_finite`.
+        FloatingPointError: see `check_update`.
     """
     train, stats = trainer.config.train, UpdateStats()
     own = torch.arange(len(batch.row), device=batch.row.device)
@@ -82,7 +81,7 @@ def update(trainer: Trainer, batch: Experience, deferred: bool = False) -> tuple
             continue
         add_sums(stats.grad_norms, optimizer_step(trainer, number))
         stats.optimizer_steps += 1
-    check_finite(trainer, batch, stats)
+    check_update(trainer, batch, stats)
     return return_to_owners(batch, trainer.mesh), stats
 
 
@@ -357,6 +356,21 @@ def optimizer_step(trainer: Trainer, number: int) -> Sums:
         optimizer.zero_grad()
     trainer.update_ema()
     return norms
+
+
+def check_update(trainer: Trainer, batch: Experience, stats: UpdateStats) -> None:
+    """Checks all numbers of a step at once: a wait for each would leave the GPU idle. A collective call.
+
+    Raises:
+        FloatingPointError: see `check_finite`.
+    """
+    weights = {name: fsdp.weight_norm(trainer.models[name].model) for name in stats.grad_norms}
+    first, all_passes = (each.sums.get("policy/approx_kl", 0.0) for each in (stats.first, stats.losses))
+    before = first + masking.masked_sum(batch.values, batch.mask)
+    sums = trainer.sum_over_ranks({"before": before, "passes": all_passes})
+    numbers = {f"a gradient norm of the {name}": norm for name, norm in stats.grad_norms.items()}
+    numbers |= {f"the norm of the weights of the {name}": norm for name, norm in weights.items()}
+    check_finite(trainer.step + 1, sums["before"], numbers | {"the KL of the policy": sums["passes"]})
 
 
 def scheduled_lr_scale(trainer: Trainer, name: str, number: int) -> float:
