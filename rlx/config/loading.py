@@ -28,8 +28,8 @@ from rlx.config.sections.data import DEFAULT_SOURCE, DataConfig, EvalConfig, pro
 from rlx.config.sections.model import ModelConfig
 
 _MOST_VALUES = 100_000
-_MOVING = ("checkpoint.", "tracking.", "name", "storage", "ray_address", "wait_for_resources", "train.steps")
-"""what a resume changes without changing what a step computes; train.steps only moves the end"""
+_MOVING = ("checkpoint.", "tracking.", "name", "storage", "ray_address", "wait_for_resources")
+"""what a resume changes without changing what a step computes"""
 _EXPECTED = 'expected settings by dotted key, such as {"train.steps": 3}'
 _NOT_OF_TEXT = ("float_parsing", "int_parsing", "bool_parsing", "float_type", "tuple_type", "dict_type", "model_type")
 """errors of pydantic for a text where none can stand"""
@@ -126,8 +126,13 @@ def steps_differ_in(tree: Mapping[str, Any], other: Mapping[str, Any]) -> set[st
     """The settings by which steps of two config trees differ in what they compute."""
     if tree == other:  # as those of most checkpoints are, which need not be read then
         return set()
-    values, others = flatten(from_tree(dict(tree))), flatten(from_tree(dict(other)))
-    return {key for key, value in values.items() if value != others[key] and not key.startswith(_MOVING)}
+    configs = [from_tree(dict(each)) for each in (tree, other)]
+    # How many steps there are changes none of them, unless a rate falls until the last, or rounds that run ahead of
+    # training begin for no step after the last.
+    follow_end = any(each.train.lr_schedule != "constant" or each.rollout.max_staleness > 0 for each in configs)
+    moving = _MOVING if follow_end else (*_MOVING, "train.steps")
+    values, others = map(flatten, configs)
+    return {key for key, value in values.items() if value != others[key] and not key.startswith(moving)}
 
 
 def parse_yaml(text: str) -> Any:

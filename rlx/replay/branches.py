@@ -104,10 +104,11 @@ def branch_to(run: RecordedRun, step: int, *, trust: bool = False) -> Branch:
     if not 1 <= step <= run.steps:
         raise ConfigError(f"--step {step}: run {run.name} has steps 1 to {run.steps}")
     start, end = run.before(step), run.after(step)
-    if start and end and (unknown := run.unknown_at(step)):
+    if unknown := run.unknown_at(step):
+        between = f"steps {start.step if start else 0} and {end.step if end else run.steps}"
         raise ConfigError(
-            f"--step {step}: a resume of run {run.name} changed {', '.join(unknown)} between steps {start.step} and "
-            f"{end.step}, and the checkpoint where it began is deleted: nothing tells the settings of the steps between"
+            f"--step {step}: a resume of run {run.name} changed {', '.join(unknown)} between {between}, and the "
+            "checkpoint where it began is deleted: nothing tells the settings of the steps between"
         )
     return Branch(run, start, step, trust=trust)
 

@@ -6,8 +6,8 @@ Everything is read alone. Left out: doing steps again (branches.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlx.config.errors import ConfigError
@@ -17,7 +17,7 @@ from rlx.runs import preflight, run_folder
 from rlx.storage import checkpoint_catalog, signatures
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.filesystem import Storage
-from rlx.tracking import outbox
+from rlx.tracking import changes, outbox
 from rlx.tracking.services import mlflow, mlflow_errors
 from rlx.tracking.services.reachable import check_mlflow
 
@@ -34,6 +34,7 @@ class RecordedRun:
     folder: Storage
     newest: Mapping[str, Any]  # its settings, those of its last resume
     checkpoints: tuple[CheckpointEntry, ...]  # oldest first
+    changes: Mapping[int, Sequence[str]] = field(default_factory=dict)  # see `changes.noted_changes`
 
     @classmethod
     def read(cls, which: str, storage: str) -> RecordedRun:
@@ -43,8 +44,8 @@ class RecordedRun:
             ConfigError, StorageError: there is no such run, or its records cannot be read.
         """
         address, folder = run_folder.locate(which, storage)
-        checkpoints = checkpoint_catalog.complete_checkpoints(folder)
-        return cls(address, folder, run_folder.saved_config(folder), tuple(checkpoints))
+        checkpoints, noted = checkpoint_catalog.complete_checkpoints(folder), changes.noted_changes(folder)
+        return cls(address, folder, run_folder.saved_config(folder), tuple(checkpoints), noted)
 
     @property
     def name(self) -> str:
@@ -81,12 +82,16 @@ class RecordedRun:
     def unknown_at(self, step: int) -> list[str]:
         """The settings of a step that nothing tells: a resume changed them, and where it began is deleted.
 
-        The checkpoints before and after the step differ in them. Where none between the two can have been deleted, the
+        It has noted them at a step between the checkpoints before and after the step. Resumes of earlier versions have
+        noted nothing: there, the two checkpoints differ in them. Where none between the two can have been deleted, the
         resume went on from the first.
         """
         earlier, later = self.before(step), self.after(step)
-        changed = steps_differ_in(_config_of(earlier), _config_of(later)) if earlier and later else set[str]()
-        return [] if not (earlier and changed) or self._has_all_since(earlier) else sorted(changed)
+        first, last = earlier.step if earlier else 0, later.step if later else self.steps
+        changed = {key for at, keys in self.changes.items() if first < at < last for key in keys}
+        if earlier and later and first not in self.changes and not self._has_all_since(earlier):
+            changed |= steps_differ_in(_config_of(earlier), _config_of(later))
+        return sorted(changed)
 
     def _has_all_since(self, checkpoint: CheckpointEntry) -> bool:
         """Whether no checkpoint after this one was deleted, as none is of the newest that a run keeps."""

@@ -42,7 +42,7 @@ from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage, StorageError, check_writable
 from rlx.storage.signatures import SIGNATURE, Signer
-from rlx.tracking import outbox, provenance, tracker
+from rlx.tracking import changes, outbox, provenance, tracker
 from rlx.tracking.base import RunStatus, Tracker, TrackingService
 from rlx.tracking.parameters import params_of
 from rlx.tracking.startup import StartUp
@@ -276,6 +276,7 @@ def _open_record(
     config = prepared.config
     if resume:
         (folder / _TRAIN_RECORD).delete()
+        changes.note_changes(folder, config.model_dump(mode="json"))
     else:
         check_new(prepared.name, folder)
         if not parent:  # else each trial would read the whole model

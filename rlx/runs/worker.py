@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +26,6 @@ import torch
 from ray.util.metrics import Gauge
 
 from rlx.config.errors import ConfigError, one_line
-from rlx.config.loading import steps_differ_in
 from rlx.config.run import RunConfig
 from rlx.config.sections.data import DataConfig
 from rlx.config.sections.rollout import EnvironmentConfig
@@ -55,10 +53,10 @@ from rlx.runs.mailbox import CHECKPOINT_PATH, JOB, Box, JobSpec, Message
 from rlx.runs.run_folder import POINTER, keeping_details
 from rlx.samples.columns import made_with
 from rlx.samples.episodes import KnownEpisodes
-from rlx.storage import checkpoint_catalog
 from rlx.storage.checkpoint_writer import FinishedCheckpoint
 from rlx.storage.filesystem import Storage, retry
 from rlx.tracking.base import Tracker
+from rlx.tracking.changes import changes_by
 from rlx.tracking.memory import NullTracker
 from rlx.tracking.services.mlflow_page import SystemMetrics
 from rlx.tracking.tracker import OutboxTracker
@@ -254,7 +252,7 @@ def inputs_of(job: Job) -> TrainingInputs:
     names += ["ptx"] if config.data.ptx_source else []
     reporter = RayReporter(NullTracker(), job, rank)
     if rank == 0 and spec.tracking:
-        again = changes_steps(spec.folder, spec.config)
+        again = bool(changes_by(spec.folder, spec.config)[1])
         tracker = OutboxTracker(spec.tracking, spec.folder, "rank_0", job.notify, again=again)
         machine = SystemMetrics() if config.tracking.system_metrics else None
         reporter = RayReporter(tracker, job, rank, step_gauge(), machine)
@@ -271,16 +269,6 @@ def inputs_of(job: Job) -> TrainingInputs:
         signature=spec.signature,
         attributed_step=spec.until if spec.attributes_gradient else None,
     )
-
-
-def changes_steps(folder: Storage, tree: Mapping[str, Any]) -> bool:
-    """Whether a run with these settings goes on from a checkpoint of other ones that its steps depend on.
-
-    What was recorded of the steps after the checkpoint is then not of the steps that follow now.
-    """
-    found = retry(partial(checkpoint_catalog.complete_checkpoints, folder), f"reading {folder.path}")
-    manifest = found[-1].manifest if found else None
-    return manifest is not None and bool(steps_differ_in(manifest.config, tree))
 
 
 def prompt_share(name: str) -> Share:

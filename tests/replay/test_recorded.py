@@ -12,6 +12,8 @@ from test_run_folder import put, settings
 from rlx.config.errors import ConfigError
 from rlx.replay import branches, recorded, verifying
 from rlx.replay.recorded import RecordedRun
+from rlx.storage.addresses import open_storage
+from rlx.tracking import changes
 from rlx.tracking.services import mlflow
 
 
@@ -49,6 +51,28 @@ def test_a_step_is_not_done_again_where_nothing_tells_its_settings(tmp_path: Pat
         branches.branch_to(run, 15)
     assert verifying.replayable(run, range(31), 3) == [1, 2, 3, 23, 24, 25]
     assert branches.branch_to(run, 10).start is None and branches.branch_to(run, 23).start == run.at(22)
+
+
+def test_steps_before_a_deleted_end_are_not_done_again_where_rates_follow_the_end(tmp_path: Path) -> None:
+    """The run ended with step 3, with 6 and with 9, its rate falling to 0 each time; two checkpoints are left."""
+    folder = open_storage(str(tmp_path / "runs" / "a"))
+    for end, following in ((3, 6), (6, 9)):
+        run_of(tmp_path, steps=(end,), train__lr_schedule="linear", train__steps=end)
+        changes.note_changes(folder, settings(name="a", train__lr_schedule="linear", train__steps=following))
+    shutil.rmtree(folder.path + "/step_000003")
+    run = run_of(tmp_path, steps=(9,), train__lr_schedule="linear", train__steps=9)
+    assert verifying.replayable(run, range(10), 10) == [7, 8, 9]
+    said = "--step 2: a resume of run a changed train.steps between steps 0 and 6, and the checkpoint where it began"
+    with pytest.raises(ConfigError, match=f"^{said} is deleted"):
+        branches.branch_to(run, 2)
+
+
+def test_steps_after_a_checkpoint_at_which_a_resume_has_noted_its_changes_are_done_again(tmp_path: Path) -> None:
+    """Others between it and the next one may have been deleted."""
+    run_of(tmp_path, steps=(10,), train__actor_lr=1e-3)
+    changes.note_changes(open_storage(str(tmp_path / "runs" / "a")), settings(name="a", train__actor_lr=2e-3))
+    run = run_of(tmp_path, steps=(22, 30), train__actor_lr=2e-3)
+    assert run.unknown_at(15) == [] and run.settings_of(15)["train"]["actor_lr"] == 2e-3
 
 
 def test_a_step_is_done_again_where_no_checkpoint_was_deleted(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 import ray
 import torch.distributed as dist
 from shared import OnRanks
-from test_run_folder import put, settings
 
 from rlx.config.sections.scaling import ScalingConfig
 from rlx.rewards.custom import RewardError
@@ -18,7 +17,6 @@ from rlx.runs import worker
 from rlx.runs.mailbox import Message
 from rlx.runs.run_folder import keeping_details
 from rlx.runs.worker_group import backend_of, choose_interface
-from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.tracking.memory import NullTracker
 from rlx.types import Phase
@@ -59,15 +57,6 @@ def test_other_errors_pass_as_they_are(error: Exception, tmp_path: Path) -> None
     with pytest.raises(type(error)) as passed, keeping_details(Storage.local(tmp_path)):
         raise error
     assert passed.value is error and not list(tmp_path.iterdir())
-
-
-def test_a_resume_with_other_settings_than_its_checkpoint_changes_steps(tmp_path: Path) -> None:
-    folder = open_storage(str(tmp_path))
-    assert not worker.changes_steps(folder, settings(train__actor_lr=2e-3))  # it begins
-    put(tmp_path, 10, train__actor_lr=2e-3)
-    put(tmp_path, 20, train__actor_lr=1e-3)
-    assert not worker.changes_steps(folder, settings(train__actor_lr=1e-3, train__steps=90, checkpoint__every=3))
-    assert worker.changes_steps(folder, settings(train__actor_lr=2e-3))
 
 
 @pytest.mark.parametrize(
