@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from pyarrow import fs
@@ -23,6 +25,7 @@ from rlx.storage.filesystem import Storage, StorageError, explain
 
 REFERENCE = "reference"
 """folder in a run's folder that holds, as a checkpoint of step 0, the weights of a reference that is not the model's"""
+_LOG = logging.getLogger("rlx")
 _NAME = re.compile(r"step_(\d{6,})")
 _SET_ASIDE_MANIFEST = f"{MANIFEST}.damaged"
 _READ_BYTES = 8 << 20  # per read
@@ -117,6 +120,15 @@ def complete_checkpoints(run: Storage) -> list[CheckpointEntry]:
         StorageError: another version of rlx wrote a checkpoint of the run.
     """
     return [entry for entry in list_checkpoints(run) if entry.manifest]
+
+
+def was_saved(run: Storage) -> bool:
+    """Whether a run has checkpoints, be they damaged; those that were never finished are none.
+
+    Raises:
+        StorageError: another version of rlx wrote one of them.
+    """
+    return any(entry.state is not CheckpointState.UNFINISHED for entry in list_checkpoints(run))
 
 
 def read_checkpoint(folder: Storage) -> CheckpointEntry:
@@ -234,8 +246,8 @@ def find_checkpoint(run: Storage, which: str, metric: str, mode: str) -> Checkpo
         metric: the metric of "best"; `mode` as in `best_checkpoint`.
 
     Raises:
-        StorageError: there is no such complete checkpoint; the text lists those that exist, or says what the folder is
-            in place of a run's.
+        StorageError: there is no such complete checkpoint, or the best one is damaged; the text lists those that exist,
+            or says what the folder is in place of a run's.
     """
     entries = list_checkpoints(run)
     complete = [entry for entry in entries if entry.manifest]
@@ -243,11 +255,11 @@ def find_checkpoint(run: Storage, which: str, metric: str, mode: str) -> Checkpo
         problems = "; ".join(f"{entry.name}: {entry.problem}" for entry in entries)
         raise StorageError(f"no complete checkpoint in {run.path}{f' ({problems})' if problems else instead_of(run)}")
     if which == "newest":
+        for entry in _damaged(entries[entries.index(complete[-1]) :]):
+            _LOG.warning("checkpoint %s is not used, %s is: %s", entry.name, complete[-1].name, entry.problem)
         return complete[-1]
     if which == "best":
-        if not (best := best_checkpoint(complete, metric, mode)):
-            raise StorageError(f"no checkpoint in {run.path} has {metric}: other steps measured it (eval.every)")
-        return best
+        return _whole_best(run, entries, metric, mode)
     name = checkpoint_name(int(which)) if which.isdecimal() else which
     named = next((entry for entry in entries if entry.name == name), None)
     if named and named.problem:
@@ -256,6 +268,39 @@ def find_checkpoint(run: Storage, which: str, metric: str, mode: str) -> Checkpo
         return named
     names = ["newest", "best", *(entry.name for entry in complete)]
     raise StorageError(f"no checkpoint {which} in {run.path}, there are {', '.join(names)}{nearest(which, names)}")
+
+
+def _whole_best(run: Storage, entries: Sequence[CheckpointEntry], metric: str, mode: str) -> CheckpointEntry:
+    """Returns the best checkpoint of a run.
+
+    Raises:
+        StorageError: it is damaged, or one that may be the best is; or there is none.
+    """
+    as_written = [_as_written(entry) for entry in entries]
+    if not (best := best_checkpoint(as_written, metric, mode)):
+        raise StorageError(f"no checkpoint in {run.path} has {metric}: other steps measured it (eval.every)")
+    unknown = [entry for entry in _damaged(as_written) if not entry.manifest]
+    if wrong := best if best.problem else next(iter(unknown), None):
+        which = "the best" if wrong is best else "which may be the best"
+        raise StorageError(
+            f"checkpoint {wrong.name} in {run.path}, {which} by {metric}, cannot be used: {wrong.problem}; give "
+            "another: newest, or the number of a step"
+        )
+    return best
+
+
+def _damaged(entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
+    """Those that were complete once."""
+    return [entry for entry in entries if entry.state in (CheckpointState.DAMAGED, CheckpointState.SET_ASIDE)]
+
+
+def _as_written(checkpoint: CheckpointEntry) -> CheckpointEntry:
+    """Returns a damaged checkpoint with its manifest, if that can be read; any other one as it is."""
+    for entry in _damaged([checkpoint]):
+        name = _SET_ASIDE_MANIFEST if entry.state is CheckpointState.SET_ASIDE else MANIFEST
+        with suppress(OSError, ValueError):
+            return replace(entry, manifest=Manifest.from_json((entry.folder / name).read_text()))
+    return checkpoint
 
 
 def instead_of(run: Storage) -> str:

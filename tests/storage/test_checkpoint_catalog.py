@@ -492,6 +492,35 @@ def test_a_checkpoint_is_found_by_age_rating_step_or_name(folder: Storage) -> No
     assert checkpoint_catalog.find_checkpoint(folder, "best", "reward", "min").step == 5
 
 
+@pytest.mark.parametrize("damage", ["file", "set aside", "manifest"])
+def test_a_damaged_checkpoint_gives_its_place_to_no_other_one_in_silence(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = open_storage(str(tmp_path))
+    for step, reward in ((5, 0.1), (10, 0.5), (15, 0.9)):
+        put(folder, step, metrics={"reward": reward})
+    last = folder / "step_000015"
+    if damage == "manifest":
+        (last / checkpoint_manifest.MANIFEST).write_text("{}")
+    elif damage == "file":
+        (last / "rank_00000.safetensors").delete()
+    else:
+        checkpoint_catalog.set_aside(checkpoint_catalog.read_checkpoint(last))
+    problem = checkpoint_catalog.read_checkpoint(last).problem
+    which = "which may be the best" if damage == "manifest" else "the best"
+    with pytest.raises(StorageError) as refused:
+        checkpoint_catalog.find_checkpoint(folder, "best", "reward", "max")
+    assert str(refused.value) == (
+        f"checkpoint step_000015 in {tmp_path}, {which} by reward, cannot be used: {problem}; give another: newest, or "
+        "the number of a step"
+    )
+    assert caplog.messages == []
+    assert checkpoint_catalog.find_checkpoint(folder, "newest", "reward", "max").step == 10
+    assert caplog.messages == [f"checkpoint step_000015 is not used, step_000010 is: {problem}"]
+    if damage != "manifest":
+        assert checkpoint_catalog.find_checkpoint(folder, "best", "reward", "min").step == 5  # another one is damaged
+
+
 @pytest.mark.parametrize(
     ("which", "text"),
     [
