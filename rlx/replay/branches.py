@@ -21,6 +21,7 @@ from rlx.config.loading import from_tree, with_overrides
 from rlx.replay.recorded import RecordedRun
 from rlx.runs import launch, preflight, run_folder
 from rlx.runs.launch import RunResult
+from rlx.runs.mailbox import Replay
 from rlx.runs.preflight import PreparedRun
 from rlx.runs.processes import RunProcesses
 from rlx.samples.episodes import KnownEpisodes
@@ -79,11 +80,10 @@ class Branch:
         model = recorded.model.path  # the tiny model lies in the storage of the run
         path = None if "model.path" in self.changes else preflight.model_folder(model, self.run.storage)
         prepared = preflight.prepare(from_tree(with_overrides(self.tree(), self.changes)), model_path=path)
-        prepared = replace(prepared, until=self.until, attributes_gradient=self.attributes_gradient)
-        if self.asks_again:
-            return prepared
         begun = self.until + prepared.config.rollout.max_staleness  # rounds of these steps begin, too
-        return replace(prepared, known_episodes=KnownEpisodes.of_steps(self.run.folder, self.steps[0] - 1, begun))
+        known = None if self.asks_again else KnownEpisodes.of_steps(self.run.folder, self.steps[0] - 1, begun)
+        evaluated = self.run.evaluated_ends(recorded.eval)
+        return replace(prepared, replay=Replay(self.until, self.attributes_gradient, evaluated, known))
 
     def tree(self) -> dict[str, Any]:
         """The settings with which the run went on from there, with the checkpoint to start from."""

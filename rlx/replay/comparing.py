@@ -97,15 +97,12 @@ def compare_metrics(logged: StepMetrics, again: StepMetrics, steps: Iterable[int
 def compare(branch: Branch, folder: Storage, logged: StepMetrics, again: StepMetrics, allowed: float) -> Comparison:
     """Compares a branch that has been run with the record of its run.
 
-    The run's last step is left out if the branch goes beyond it: only a last step is always evaluated.
-
     Args:
         folder: of the branch.
         logged, again: the metrics of the run and of the branch.
         allowed: the relative gap up to which metrics count as equal.
     """
-    last = branch.run.steps if branch.until > branch.run.steps else None
-    steps = [step for step in branch.steps if step in logged and step != last]
+    steps = [step for step in branch.steps if step in logged]
     return Comparison(
         compare_metrics(logged, again, steps),
         different_columns(branch.run.folder, folder, branch.until),

@@ -5,6 +5,7 @@ Everything is read alone. Left out: doing steps again (branches.py).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +13,10 @@ from typing import Any
 
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, steps_differ_in
+from rlx.config.sections.data import EvalConfig
 from rlx.config.sections.records import TrackingConfig
 from rlx.runs import preflight, run_folder
+from rlx.samples import evaluations
 from rlx.storage import checkpoint_catalog, signatures
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.filesystem import Storage
@@ -66,6 +69,12 @@ class RecordedRun:
     def every(self) -> int:
         """Steps between its checkpoints; 0: only the last step has one."""
         return from_tree(dict(self.newest)).checkpoint.every
+
+    def evaluated_ends(self, evaluation: EvalConfig) -> frozenset[int]:
+        """The steps that were evaluated though nothing was due: the run ended with them, for good or for a while."""
+        every = {each.name: evaluation.of(each).every for each in evaluation.sets}
+        kept = evaluations.kept_evaluations(self.folder)
+        return frozenset(each.step for each in kept if each.step % (every.get(each.name, evaluation.every) or math.inf))
 
     def before(self, step: int) -> CheckpointEntry | None:
         """The newest checkpoint of an earlier step; None if there is none, so that only the start is left."""

@@ -153,9 +153,7 @@ def _job(
         tracking=tracking,
         signature=signature,
         waits=waits,
-        until=prepared.until,
-        attributes_gradient=prepared.attributes_gradient,
-        known_episodes=prepared.known_episodes,
+        replay=prepared.replay,
         copies=prepared.copies,
     )
 
@@ -275,8 +273,7 @@ def _open_record(
     """Writes the run's config and opens its MLflow run: a new one, or the one that a resume continues."""
     config = prepared.config
     if resume:
-        (folder / _TRAIN_RECORD).delete()
-        changes.note_changes(folder, config.model_dump(mode="json"))
+        _go_on(folder, config.model_dump(mode="json"), notify)
     else:
         check_new(prepared.name, folder)
         if not parent:  # else each trial would read the whole model
@@ -294,6 +291,14 @@ def _open_record(
     )
     record.log_text("config.yaml", text)
     return record
+
+
+def _go_on(folder: Storage, tree: Mapping[str, Any], notify: Notify) -> None:
+    """Prepares the folder of a run for a resume, and notes what changes with it."""
+    (folder / _TRAIN_RECORD).delete()
+    if not checkpoint_catalog.was_saved(folder):
+        notify("no checkpoint yet: the run begins again with its first step")
+    changes.note_changes(folder, tree)
 
 
 def _signed(folder: Storage, tree: Mapping[str, Any], parent: Parent | None) -> str:

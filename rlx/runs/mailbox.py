@@ -40,6 +40,16 @@ CHECKPOINT_PATH = "checkpoint_path"
 
 
 @dataclass(frozen=True)
+class Replay:
+    """How steps that a run has done are done again."""
+
+    until: int  # the last of them
+    attributes_gradient: bool = False  # of the prompts of that step, keep the shares of the gradient
+    evaluated: frozenset[int] = frozenset()  # steps at which all is evaluated, whether it is due or not
+    known_episodes: KnownEpisodes | None = None  # whose environments are not asked again
+
+
+@dataclass(frozen=True)
 class JobSpec:
     """A job: what the driver tells the workers of a run."""
 
@@ -50,9 +60,7 @@ class JobSpec:
     signature: str = ""  # of the settings, for checkpoints
     examine: bool = False  # run the doctor instead of training
     waits: bool = False  # after each evaluation, until it is released
-    until: int | None = None  # the step with which it ends; None: with train.steps
-    attributes_gradient: bool = False  # of the prompts of that step, keep the shares of the gradient
-    known_episodes: KnownEpisodes | None = None  # whose environments are not asked again; None: before a resume
+    replay: Replay | None = None  # None: all steps that are left, for the first time
     copies: FolderCopies | None = None  # of its models, for nodes that join later
     engines: Sequence[Any] = ()  # actor handles
     engine_spec: EngineSpec | None = None  # of the engine that each worker starts beside itself

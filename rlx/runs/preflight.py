@@ -52,7 +52,7 @@ from rlx.rewards.judge.cache import ReplyCache
 from rlx.rewards.judge.rubric import rubric_text
 from rlx.rewards.judge.scorer import Judge
 from rlx.rewards.sandbox.pool import Sandbox
-from rlx.samples.episodes import KnownEpisodes
+from rlx.runs.mailbox import Replay
 from rlx.storage.addresses import local_folder, open_storage, resolve_address
 from rlx.storage.filesystem import Storage, check_free
 from rlx.tracking import metrics
@@ -81,9 +81,7 @@ class PreparedRun:
     tables: Mapping[str, Any] | None = None  # prompts as Ray datasets; None: `launch.run` makes them
     tracking_services: Sequence[TrackingService] | None = None  # None: those that the config names
     copies: FolderCopies | None = None  # of its models, for nodes that join later
-    until: int | None = None  # the step with which the run ends for now; None: with train.steps
-    attributes_gradient: bool = False  # of the prompts of that step, keep the shares of the gradient
-    known_episodes: KnownEpisodes | None = None  # whose environments are not asked again; None: before a resume
+    replay: Replay | None = None  # None: all steps that are left, for the first time
 
     @property
     def name(self) -> str:

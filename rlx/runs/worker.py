@@ -138,7 +138,8 @@ class RayReporter:
             )
 
     def should_stop(self, step: int) -> bool:
-        is_end = self.job.spec.until is not None and step >= self.job.spec.until
+        replay = self.job.spec.replay
+        is_end = replay is not None and step >= replay.until
         return self.rank == 0 and (is_end or self.job.box.is_stopped(self.job.number))
 
     def should_checkpoint(self) -> bool:
@@ -267,7 +268,8 @@ def inputs_of(job: Job) -> TrainingInputs:
         connect_engines=connections.engines,
         connect_scorers=connections.scorers,
         signature=spec.signature,
-        attributed_step=spec.until if spec.attributes_gradient else None,
+        attributed_step=spec.replay.until if spec.replay and spec.replay.attributes_gradient else None,
+        evaluated_steps=spec.replay.evaluated if spec.replay else frozenset(),
     )
 
 
@@ -342,7 +344,7 @@ class Connections:
     def _kept_episodes(self) -> MutableMapping[str, KeptEpisode]:
         """Those of the steps that are done again."""
         spec, config = self.job.spec, self.config
-        known = spec.known_episodes or KnownEpisodes.before_resume(spec.folder)
+        known = (spec.replay and spec.replay.known_episodes) or KnownEpisodes.before_resume(spec.folder)
         metadata = made_with(config.environment, config.data.chat_template_args, config.seed)
         return known.read(metadata, self.job.notify)
 

@@ -63,7 +63,7 @@ def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpoin
             collector.push_weights(trainer.step)  # 8
         collector.keep(trainer.step, selection, experience)
         before = metrics | trainer.evaluation
-        metrics, samples = evaluate(trainer, collector)
+        metrics, samples = evaluate(trainer, collector, all_sets=trainer.step in trainer.evaluated_steps)
         measured, counts = summarize(trainer, selection, experience, stats, kl_sums, timer.metrics())
         metrics |= measured | advance(trainer, counts)  # 9
         metrics |= collector.observe(selection, trainer.device)

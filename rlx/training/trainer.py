@@ -67,6 +67,7 @@ class Trainer:
     scattered: frozenset[str] = frozenset()  # models whose gradients are reduced in each backward pass
     gathered: frozenset[str] = frozenset()  # models whose weights stay gathered until an optimizer step
     attributed_step: int | None = None  # the step whose gradient is to be shared out among its prompts
+    evaluated_steps: frozenset[int] = frozenset()  # after which all is evaluated, whether it is due or not
     step: int = 0  # PPO steps done; also the version of the weights
     tokens: int = 0  # response tokens generated so far, by all ranks
     seconds: float = 0.0  # of the steps so far

@@ -50,11 +50,11 @@ def with_score(number: int, place: int, score: float) -> StepCompletions:
     return replace(given, rows=rows)
 
 
-def evaluated(folder: Storage, number: int, right: list[bool], source: str = "s") -> None:
+def evaluated(folder: Storage, number: int, right: list[bool], source: str = "s", name: str = HELD_OUT) -> None:
     """Writes the outcomes of an evaluation, one answer to each question."""
     count, grid = len(right), np.array(right)[:, None]
     rows, zeros = np.arange(count), np.zeros((count, 1))
     outcomes = Outcomes(
         (source,) * count, rows, rows.astype(np.uint32), grid, zeros, zeros.astype(np.int32), zeros[:, 0]
     )
-    write_outcomes(folder, EvaluationFile(number, HELD_OUT), outcomes)
+    write_outcomes(folder, EvaluationFile(number, name), outcomes)

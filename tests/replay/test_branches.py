@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from replay_cases import run_of
+from replay_cases import evaluated, run_of
 from test_run_folder import settings
 
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
+from rlx.config.sections.data import EvalConfig, EvalSetConfig
 from rlx.replay import branches
 from rlx.replay.recorded import RecordedRun
 from rlx.runs import launch, run_folder
@@ -29,7 +30,7 @@ def test_a_replay_lies_beside_the_run_and_leaves_nothing(run: RecordedRun, tmp_p
         branch = place.placed(replace(branches.branch_to(run, 13), attributes_gradient=True))
         prepared = branch.prepare()
         config = prepared.config
-        assert (prepared.until, prepared.attributes_gradient) == (13, True)
+        assert prepared.replay and (prepared.replay.until, prepared.replay.attributes_gradient) == (13, True)
         assert (config.name, config.train.steps, config.checkpoint.every) == ("a-13", 30, 0)
         assert config.checkpoint.init_from == f"{tmp_path}/storage/runs/a/step_000010"
         assert config.checkpoint.init_state == "all"
@@ -59,11 +60,24 @@ def test_a_job_ends_with_its_step_and_opens_it(run: RecordedRun, tmp_path: Path)
     with branches.scratch(run) as place:
         prepared = place.placed(replace(branches.branch_to(run, 13), attributes_gradient=True)).prepare()
         job = launch._job(prepared, open_storage(str(tmp_path)), [], "signed", False)
-        assert (job.until, job.attributes_gradient, job.waits, job.signature) == (13, True, False, "signed")
-        plain = launch._job(
-            replace(prepared, until=None, attributes_gradient=False), open_storage(str(tmp_path)), [], "", True
-        )
-        assert (plain.until, plain.attributes_gradient, plain.waits) == (None, False, True)
+        assert (job.replay, job.waits, job.signature) == (prepared.replay, False, "signed")
+        plain = launch._job(replace(prepared, replay=None), open_storage(str(tmp_path)), [], "", True)
+        assert (plain.replay, plain.waits) == (None, True)
+
+
+def test_steps_with_which_a_run_once_ended_are_evaluated_again(run: RecordedRun) -> None:
+    """Step 12 was the last before the run went on, step 30 is it now; the others are due, with eval.every 10."""
+    for number in (0, 10, 12, 20, 30):
+        evaluated(run.folder, number, [True])
+    assert run.evaluated_ends(EvalConfig(every=10)) == {12}
+    own = EvalSetConfig(name="own", every=4, source="reasoning_gym:chain_sum")
+    evaluated(run.folder, 16, [True], name="own")
+    evaluated(run.folder, 30, [True], name="own")
+    assert run.evaluated_ends(EvalConfig(every=0)) == {10, 12, 16, 20, 30}
+    assert run.evaluated_ends(EvalConfig(every=10, sets=(own,))) == {12, 30}
+    with branches.scratch(run) as place:
+        prepared = place.placed(branches.branch_to(run, 13)).prepare()
+        assert prepared.replay and prepared.replay.evaluated == {12, 16}
 
 
 def test_the_model_may_lie_elsewhere_under_its_name(run: RecordedRun, tiny_model: Path, tmp_path: Path) -> None:

@@ -170,18 +170,14 @@ def test_of_a_source_that_lies_elsewhere_the_name_is_not_compared(tmp_path: Path
     assert found == [[("sources",)], [()]]
 
 
-def test_the_last_step_of_a_run_is_not_compared_with_a_branch_that_goes_beyond_it(tmp_path: Path) -> None:
-    """The run evaluated it because it was the last; the branch does not."""
+def test_of_a_branch_that_goes_beyond_its_run_the_steps_of_the_run_are_compared(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     logged = {29: {"policy/loss": 0.5}, 30: {"policy/loss": 0.25, "eval/accuracy": 1.0}}
     again = {29: {"policy/loss": 0.5}, 30: {"policy/loss": 0.25}, 31: {"policy/loss": 0.2}}
-    start = run.checkpoints[-1]
-    within, beyond = (
-        comparing.compare(Branch(run, start, until), open_storage(str(tmp_path / "x")), logged, again, 0.0)
-        for until in (30, 31)
-    )
-    assert [each.name for each in within.different] == ["eval/accuracy"]
-    assert beyond.different == () and [each.step for each in beyond.metrics] == [29]
+    branch = Branch(run, run.checkpoints[-1], 31)
+    compared = comparing.compare(branch, open_storage(str(tmp_path / "x")), logged, again, 0.0)
+    assert [each.name for each in compared.different] == ["eval/accuracy"]
+    assert [each.step for each in compared.metrics] == [29, 30, 30]
 
 
 def file_of(run: comparing.RecordedRun) -> str:

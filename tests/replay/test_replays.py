@@ -160,6 +160,24 @@ def test_a_control_is_the_run_and_the_other_branch_is_not(
     assert row.better + row.worse > 0
 
 
+def test_a_run_that_went_on_is_done_again_over_its_former_end(
+    tiny_model: Path, storage: Path, place: Callable[[RecordedRun], Scratch]
+) -> None:
+    """Step 7 was evaluated only because it was the last; the checkpoint of it is deleted."""
+    train(config_of(tiny_model, storage, "longer", **ONE, train__steps=7))
+    train(config_of(tiny_model, storage, "longer", **ONE, train__steps=11), resume=True)
+    (open_storage(str(storage)) / "runs" / "longer" / "step_000007").delete()
+    run = RecordedRun.read("longer", str(storage))
+    where = place(run)
+    ends = {"step_000007-held_out.parquet", "step_000011-held_out.parquet"}
+    comparison, _ = done_again(where.placed(branches.branch_to(run, 8)))
+    assert comparison.holds and comparison.questions.keys() & ends == {"step_000007-held_out.parquet"}
+    control, _ = (where.placed(each) for each in pairs.pair_of(run, EVERY, 9, {"algorithm.clip_high": 0.01}))
+    comparison, folder = done_again(control)  # beyond the end of the run
+    assert comparison.holds and {each.step for each in comparison.metrics} == {*range(5, 12)}
+    assert comparison.questions.keys() > ends and kept_evaluations(folder)[-1].step == 13
+
+
 @pytest.fixture
 def no_glitch() -> Iterator[None]:
     GLITCH.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from shared import OnRanks
 from rlx.config.sections.scaling import ScalingConfig
 from rlx.rewards.custom import RewardError
 from rlx.runs import worker
-from rlx.runs.mailbox import Message
+from rlx.runs.mailbox import Message, Replay
 from rlx.runs.run_folder import keeping_details
 from rlx.runs.worker_group import backend_of, choose_interface
 from rlx.storage.filesystem import Storage
@@ -38,7 +38,8 @@ def test_phases_come_from_the_first_rank_and_messages_from_all(rank: int, told: 
     [(None, False, [False] * 4), (None, True, [True] * 4), (2, False, [False, False, True, True])],
 )
 def test_a_job_ends_with_its_step_or_when_it_is_asked_to(until: int | None, asked: bool, ends: list[bool]) -> None:
-    spec, box = SimpleNamespace(until=until), SimpleNamespace(is_stopped=lambda number: asked)
+    replay = None if until is None else Replay(until)
+    spec, box = SimpleNamespace(replay=replay), SimpleNamespace(is_stopped=lambda number: asked)
     job = worker.Job(spec, box, 1, Storage.local("."))  # type: ignore[arg-type]
     assert [worker.RayReporter(NullTracker(), job, 0).should_stop(step) for step in range(4)] == ends
     assert not any(worker.RayReporter(NullTracker(), job, 1).should_stop(step) for step in range(4))

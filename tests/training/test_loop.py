@@ -81,6 +81,7 @@ def trained(
     save_every: int = 1,
     engines_of: EnginesOf | None = None,
     attributed_step: int | None = None,
+    evaluated_steps: frozenset[int] = frozenset(),
     **changes: Any,
 ) -> Outcome:
     """Trains from the newest checkpoint in the folder, or from the start; a__b among the changes is the setting a.b."""
@@ -121,6 +122,7 @@ def trained(
         connect_engines=connect,
         connect_scorers=lambda mesh: {},
         attributed_step=attributed_step,
+        evaluated_steps=evaluated_steps,
     )
     trainer, collector, checkpointer = build_rank(inputs)
     loop.train(trainer, collector, checkpointer, reporter)
@@ -280,20 +282,21 @@ def order_of(path: str, folder: str, stop_at: int | None = None, **changes: Any)
 
 def orders(rank: int, ranks: int, path: str, folder: str) -> list[list[str]]:
     by_tokens = {"rollout__temperature": {0: 1.0, "20 tokens": 0.5}}
-    plain = order_of(path, f"{folder}/plain")
-    return [plain, *(order_of(path, f"{folder}/{i}", **each) for i, each in enumerate((MIXED, by_tokens)))]
+    others: list[dict[str, Any]] = [MIXED, by_tokens, {"evaluated_steps": frozenset({1})}]
+    return [order_of(path, f"{folder}/{i}", **each) for i, each in enumerate([{}, *others])]
 
 
 def test_a_round_begins_before_the_step_before_it_is_reported(
     on_ranks: OnRanks, tiny_model: Path, tmp_path: Path
 ) -> None:
     """But after the report of an evaluation, because of which a run may be stopped, and with a curriculum."""
-    plain, curriculum, by_tokens = on_ranks(1, orders, str(tiny_model), str(tmp_path))[0]
+    plain, curriculum, by_tokens, replayed = on_ranks(1, orders, str(tiny_model), str(tmp_path))[0]
     first, evaluated = ["questions with 0", "step 0", "round with 0"], ["questions with 2", "step 2", "round with 2"]
     last = ["questions with 3", "step 3"]
     assert plain == by_tokens == [*first, "round with 1", "step 1", *evaluated, *last]
     late = [*first, "step 1", "round with 1", *evaluated, *last]
     assert [each for each in curriculum if each in late] == late
+    assert replayed == [*first, "questions with 1", "step 1", "round with 1", *evaluated, *last]  # as its run did
 
 
 def test_a_run_that_is_stopped_leaves_no_round_behind(on_ranks: OnRanks, tiny_model: Path, tmp_path: Path) -> None:

@@ -33,3 +33,4 @@ class TrainingInputs:
     connect_scorers: Callable[[Mesh], dict[str, Scorer]]  # reward models and servers; a collective call
     signature: str = ""  # of the config, for checkpoints
     attributed_step: int | None = None  # see `Trainer.attributed_step`
+    evaluated_steps: frozenset[int] = frozenset()  # see `Trainer.evaluated_steps`

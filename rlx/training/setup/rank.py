@@ -53,6 +53,7 @@ def build_rank(inputs: TrainingInputs) -> tuple[Trainer, RolloutCollector, Check
         scattered=made.scattered,
         gathered=made.gathered,
         attributed_step=inputs.attributed_step,
+        evaluated_steps=inputs.evaluated_steps,
     )
     collector = build_collector(inputs, trainer, tokenizer)
     kept = config.checkpoint
