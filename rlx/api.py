@@ -107,8 +107,8 @@ def resume(
         quiet: as for `train`.
 
     Raises:
-        ConfigError: no such run, a setting that a run cannot change once it has begun, or settings of another person
-            that name code, models, addresses or patterns.
+        ConfigError: no such run, none of its checkpoints is left, a setting that a run cannot change once it has begun,
+            or settings of another person that name code, models, addresses or patterns.
         RewardError: as for `train`.
         RunError: training failed.
     """
@@ -119,7 +119,7 @@ def resume(
     storage = storage or RunConfig().storage
     with run_folder.saved_run(name, storage, overrides or {}, trust=trust, giver="overrides") as (config, folder):
         if metrics := run_folder.finished_metrics(folder, config.train.steps):
-            return _result(config.storage, name, metrics)
+            return _result(config.storage, folder, metrics)
         return _run(config, folder, resume=True, on_report=on_report, quiet=quiet)
 
 
@@ -146,23 +146,18 @@ def _run(config: RunConfig, folder: Storage, *, resume: bool, on_report: OnRepor
             prepared = preflight.prepare(config, shown.warm_start if shown else None)
         connection.connect(config, prepared.resources, notify)
         result = launch.run(prepared, folder, resume=resume, on_report=on_step, notify=notify)
-    return _result(config.storage, result.name, result.metrics, result.train)
+    return _result(config.storage, folder, result.metrics, result.train)
 
 
-def _result(storage: str, name: str, metrics: dict[str, Any], train: ray.train.Result | None = None) -> TrainResult:
-    from rlx.storage.addresses import join_address, open_storage
-
-    path = join_address(storage, "runs", name)
-    return TrainResult(name, path, metrics, _newest_checkpoint(open_storage(storage) / "runs" / name, path), train)
-
-
-def _newest_checkpoint(run: Storage, path: str) -> str | None:
-    """The address of the newest complete checkpoint in a run's folder, whose own address is `path`."""
+def _result(
+    storage: str, folder: Storage, metrics: dict[str, Any], train: ray.train.Result | None = None
+) -> TrainResult:
     from rlx.storage import checkpoint_catalog
     from rlx.storage.addresses import join_address
 
-    checkpoints = checkpoint_catalog.complete_checkpoints(run)
-    return join_address(path, checkpoints[-1].name) if checkpoints else None
+    path, checkpoints = join_address(storage, "runs", folder.name), checkpoint_catalog.complete_checkpoints(folder)
+    newest = join_address(path, checkpoints[-1].name) if checkpoints else None
+    return TrainResult(folder.name, path, metrics, newest, train)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -259,6 +254,7 @@ def resume_tuner(
     Raises:
         ConfigError: no such sweep, a finished one, another person's, or a setting that a resume cannot change.
     """
+    from rlx.runs import run_folder
     from rlx.storage import claims
     from rlx.storage.addresses import open_storage
     from rlx.sweeps import plans, records
@@ -267,6 +263,7 @@ def resume_tuner(
     check_overrides(overrides or {})
     place = open_storage(address := storage or RunConfig().storage)
     folder = records.find_sweep(place, name)
+    run_folder.check_stays(f"sweep {folder.name!r}", address, overrides or {})
     with ExitStack() as stack:
         stack.enter_context(claims.take(folder, f"sweep {folder.name!r}"))
         today = {**(overrides or {}), "storage": address}

@@ -20,7 +20,6 @@ from rlx.config.errors import ConfigError
 from rlx.config.run import RUN_NAME, storage_words
 from rlx.config.sections.records import TrackingConfig
 from rlx.config.sweep import Mode, metric_name
-from rlx.runs import run_folder
 from rlx.storage import signatures
 from rlx.storage.addresses import local_folder, open_storage
 from rlx.storage.filesystem import Storage
@@ -133,7 +132,7 @@ def judged_by(args: argparse.Namespace, sweep: Sweep) -> tuple[str, Mode]:
 def _not_own(runs: Storage, trial: Trial, tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings of a trial that name code, models or addresses, unless this user has signed them."""
     is_name = re.fullmatch(RUN_NAME, trial.name) is not None
-    return {} if is_name and signatures.is_own_folder(runs / trial.name, tree) else run_folder.powers(tree)
+    return {} if is_name and signatures.is_own_folder(runs / trial.name, tree) else signatures.powers(tree)
 
 
 def existing_uri(storage: Path) -> str:

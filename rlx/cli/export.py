@@ -15,6 +15,7 @@ from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
 from rlx.runs import run_folder
 from rlx.runs.preflight import tracking_uri
+from rlx.storage import signatures
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.tracking.services import mlflow, mlflow_errors
 from rlx.tracking.services.mlflow import MLflowService
@@ -101,7 +102,7 @@ def check_recorded(name: str | None, run_id: str | None) -> None:
 
 def run_config(args: argparse.Namespace, checkpoint: CheckpointEntry) -> RunConfig:
     """Returns the config of the checkpoint's run, with the storage's address of today if the run is named."""
-    tree = run_folder.inherited_settings(checkpoint, print, trust=args.trust, used=run_folder.USED_BY_EXPORTS)
+    tree = run_folder.inherited_settings(checkpoint, print, trust=args.trust, used=signatures.USED_BY_EXPORTS)
     config = from_tree(tree, f"checkpoint {checkpoint.name}")
     return config if "/" in args.run else config.model_copy(update={"storage": args.storage})
 

@@ -150,8 +150,6 @@ def resume(name: str, given: Mapping[str, Any], *, trust: bool = False) -> int:
     storage = given.get("storage") or RunConfig().storage
     if "@" in name or "/" in name:
         raise ConfigError(f"--resume {name}: expected a run's name; --storage says where, --from takes checkpoints")
-    if given.get("name", name) != name:
-        raise ConfigError(f"--resume {name}: a run keeps its name; --from {name} starts another one from it")
     with run_folder.saved_run(name, storage, given, trust=trust) as (config, folder):
         if last := run_folder.finished_metrics(folder, config.train.steps):
             steps = max(config.train.steps, int(last.get("step", 0)))

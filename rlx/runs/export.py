@@ -31,7 +31,7 @@ from rlx.models.policy import Policy
 from rlx.models.tiny import atomic_folder, no_progress_bars
 from rlx.rollout.weight_sync import gather
 from rlx.runs import preflight, run_folder
-from rlx.storage import checkpoint_catalog, checkpoint_files, checkpoint_keys
+from rlx.storage import checkpoint_catalog, checkpoint_files, checkpoint_keys, signatures
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.filesystem import retry
 from rlx.training import experience
@@ -101,7 +101,7 @@ def exported_model(checkpoint: CheckpointEntry) -> tuple[Any, Any]:
         ConfigError, DamagedError, CheckpointError, StorageError, OSError: as `export`.
     """
     assert checkpoint.manifest
-    used = run_folder.USED_BY_EXPORTS
+    used = signatures.USED_BY_EXPORTS
     config = from_tree(run_folder.inherited_settings(checkpoint, _LOG.warning, used=used))
     reading = f"reading checkpoint {checkpoint.name}"
     retry(partial(checkpoint_catalog.verify, checkpoint, checkpoint.manifest.files), reading)

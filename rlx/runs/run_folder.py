@@ -17,12 +17,12 @@ from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.config.loading import from_tree, parse_yaml, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections.base import differences, flatten
-from rlx.config.sections.data import GENERATED
 from rlx.config.sections.records import CheckpointConfig
-from rlx.config.sections.reward import SCORERS
 from rlx.config.sweep import DEFAULT_METRIC
 from rlx.data import sources
 from rlx.rewards.custom import RewardError, brief
+from rlx.samples import evaluations
+from rlx.samples.reader import kept_steps
 from rlx.storage import checkpoint_catalog, claims, signatures
 from rlx.storage.addresses import join_address, open_storage, resolve_address
 from rlx.storage.checkpoint_catalog import CheckpointEntry
@@ -32,40 +32,6 @@ from rlx.types import Notify
 T = TypeVar("T")
 POINTER = "pointer.json"
 """file of a checkpoint of Ray that only names the path of another one, on the same storage"""
-
-POWERFUL = (
-    "model.path",
-    "model.critic_path",
-    "model.reference_path",
-    "model.trust_remote_code",
-    "data.source",
-    "data.sources",
-    "data.ptx_source",
-    "data.expected_pattern",
-    "data.params",
-    "eval.source",
-    "eval.sets",
-    "rollout.engine_options",
-    "environment.name",
-    "environment.params",
-    "rollout.sampling_options",
-    "reward.functions",
-    "reward.answer_pattern",
-    "reward.format_pattern",
-    "reward.model",
-    *("reward.url", "reward.url_key_env", "reward.judge_url", "reward.judge_url_key_env", "reward.judge_model"),
-    *("reward.judge_rubric", "reward.judge_pattern", "reward.sandbox", "reward.timeout_s", "reward.on_timeout"),
-    *(f"reward.code_{name}" for name in ("cpu_s", "mean_cpu_s", "idle_s", "wall_s", "memory_mb", "processes")),
-    *(f"reward.code_{name}" for name in ("disk_mb", "open_files", "output_mb", "parallel")),
-    *("environment.timeout_s", "environment.memory_mb"),
-    "tracking.uri",
-    "tracking.backends",
-    "ray_address",
-    "checkpoint.init_from",
-)
-"""settings that name code, models, addresses, services or patterns, or limit programs: not taken from somebody else"""
-USED_BY_EXPORTS = ("model.trust_remote_code", "tracking.uri")
-"""those of them that decide what an export does with the model of a checkpoint; whoever exports it has named it"""
 
 # Settings that the state of a run depends on: a resume cannot change them.
 _FIXED = (
@@ -130,9 +96,10 @@ def find(runs: Storage, name: str) -> Storage:
         return runs / name
     names = runs.names()
     if name in names:
-        raise ConfigError(
-            f"run {name!r} in {runs.path} has not begun, its start was interrupted: rlx train --name {name} begins it"
-        )
+        interrupted = f"has not begun, its start was interrupted: rlx train --name {name} begins it"
+        holder = claims.holder(runs / name)
+        state = f"is being started by {holder}" if holder else interrupted
+        raise ConfigError(f"run {name!r} in {runs.path} {state}")
     begun = [each for each in names if holds_run(runs / each)]
     raise ConfigError(f"no run {name[:128]!r} in {runs.path}{nearest(name, begun)}")
 
@@ -151,7 +118,9 @@ def locate(which: str, storage: str) -> tuple[str, Storage]:
         return join_address(storage, "runs", which), find(open_storage(storage, create=False) / "runs", which)
     folder = open_storage(which, create=False)
     if not holds_run(folder):
-        raise ConfigError(f"no run in {folder.path}{checkpoint_catalog.instead_of(folder)}")
+        holder = claims.holder(folder)
+        instead = f": it is being started by {holder}" if holder else checkpoint_catalog.instead_of(folder)
+        raise ConfigError(f"no run in {folder.path}{instead}")
     return resolve_address(which), folder
 
 
@@ -228,10 +197,13 @@ def saved_run(
         giver: where the overrides come from, for errors.
 
     Raises:
-        ConfigError: there is no such run, a setting that cannot change would change, or somebody else wrote settings
-            that name code, models, addresses or patterns.
+        ConfigError: there is no such run, a setting that cannot change would change, somebody else wrote settings
+            that name code, models, addresses or patterns, or its checkpoints are gone.
         ClaimedError: another process trains it.
     """
+    if overrides.get("name", name) != name:
+        raise ConfigError(f"name {overrides['name']}: run {name!r} keeps its name; --from {name} starts another one")
+    check_stays(f"run {name!r}", storage, overrides)
     folder = find(open_storage(storage) / "runs", name)
     with claims.take(folder, f"run {name!r}"):
         saved = saved_config(folder)
@@ -239,8 +211,35 @@ def saved_run(
             refuse_powers(name, folder, saved, overrides)
         tree = _as_it_began(saved) | {"name": name, "storage": storage}
         config = from_tree(with_overrides(tree, {**overrides, "name": name}), f"run {name}", overrides, giver)
-        check_resumable(config, from_tree(tree))
+        before = from_tree(tree)
+        check_resumable(config, before)
+        if finished_metrics(folder, config.train.steps) is None:
+            _check_checkpoints(folder, before.checkpoint.every)
         yield config, folder
+
+
+def check_stays(what: str, storage: str, overrides: Mapping[str, Any]) -> None:
+    """Raises ConfigError if overrides would have a run or sweep go on in another storage than the one it is in."""
+    if overrides.get("storage", storage) != storage:
+        raise ConfigError(f"storage {overrides['storage']}: {what} stays where it is, which is looked for in {storage}")
+
+
+def _check_checkpoints(folder: Storage, every: int) -> None:
+    """Raises ConfigError if all checkpoints of a run are gone: it would begin again, over its record.
+
+    A run that was killed before its first one was complete has none. The second one waits for the first, so a run that
+    was to write one every `every` steps has some once more than two are due.
+    """
+    if checkpoint_catalog.was_saved(folder):
+        return
+    steps = {each.step for each in evaluations.kept_evaluations(folder)} | {each.number for each in kept_steps(folder)}
+    last = finished_metrics(folder, 0)
+    if last or (every and steps and max(steps) - min(steps) > 2 * every):
+        done = max([*steps, last["step"] if last else 0])
+        raise ConfigError(
+            f"run {folder.name!r} has done {done} steps, and none of its checkpoints is left in {folder.path}: put one "
+            "back with all of its files, or start a new run; this one would begin again, over its record"
+        )
 
 
 def _as_it_began(saved: dict[str, Any]) -> dict[str, Any]:
@@ -316,7 +315,7 @@ def inherited_settings(
     *,
     trust: bool = False,
     needed: Collection[str] = (),
-    used: Collection[str] = POWERFUL,
+    used: Collection[str] = signatures.POWERFUL,
 ) -> dict[str, Any]:
     """Returns the settings in a checkpoint, for a new run or an export.
 
@@ -332,7 +331,7 @@ def inherited_settings(
     assert manifest
     if trust or signatures.is_own(manifest.config, manifest.signature):
         return manifest.config
-    left = [key for key in powers(manifest.config) if key in used and key not in needed]
+    left = [key for key in signatures.powers(manifest.config) if key in used and key not in needed]
     if left:
         notify(
             f"settings not taken from {checkpoint.name}, which this user did not write: {', '.join(left)}. "
@@ -342,24 +341,9 @@ def inherited_settings(
     return with_overrides(manifest.config, {key: defaults[key] for key in left})
 
 
-def powers(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a config tree that name code, models, addresses or patterns, by dotted key."""
-    values, defaults = flatten(from_tree(dict(tree))), flatten(RunConfig())
-    return {key: values[key] for key in POWERFUL if values[key] != defaults[key] and not _is_built_in(key, values[key])}
-
-
-def _is_built_in(key: str, value: Any) -> bool:
-    """Whether the value of such a setting is a part of rlx: rewards and environments by names, or generated prompts."""
-    if key == "reward.functions":
-        return all(name in SCORERS for name in value)
-    if key == "data.params":  # a text may be the path of a file
-        return all(isinstance(each, int | float | None) for each in value.values())
-    return (key == "environment.name" and ":" not in value) or (key == "data.source" and value.startswith(GENERATED))
-
-
 def refuse_powers(name: str, folder: Storage, saved: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
     """Raises ConfigError if settings name code, models, addresses or patterns, and are not given again."""
-    if left := [f"{key} {brief(value)}" for key, value in powers(saved).items() if key not in overrides]:
+    if left := [f"{key} {brief(value)}" for key, value in signatures.powers(saved).items() if key not in overrides]:
         raise ConfigError(
             f"this user did not write run {name!r}, whose settings name code, models or addresses: {', '.join(left)}. "
             f"Read {folder.path}/config.yaml; --trust takes them"

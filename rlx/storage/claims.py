@@ -172,6 +172,16 @@ def take(folder: Storage, what: str) -> Claim:
     return Claim(file, owner, what)
 
 
+def holder(folder: Storage) -> str:
+    """Which process that is alive holds a folder, and since when; empty if none does, or that cannot be seen."""
+    with suppress(OSError):
+        for name in _claims(folder):
+            with suppress(FileNotFoundError):  # released since
+                if found := _holder(folder / name, (folder / name).read_text()):
+                    return found
+    return ""
+
+
 def _judge(folder: Storage, what: str) -> dict[str, str]:
     """Returns the claims in a folder, with their content, if all of their owners are gone.
 

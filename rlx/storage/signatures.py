@@ -1,8 +1,9 @@
-"""Signatures of settings. They show whether this user wrote what a run, a sweep or a checkpoint keeps.
+"""Signatures of settings. They show whether this user wrote what a run, a sweep or a checkpoint keeps; and which
+settings are not taken from somebody else.
 
 Each user has a key: the file rlx/key below $XDG_CONFIG_HOME or ~/.config, made when it is first needed. Whoever copies
 a folder cannot sign other settings with it. The key itself leaves neither its file nor the driver's process.
-Left out: what of somebody else's settings may be used (`rlx.runs.run_folder`).
+Left out: what is made of somebody else's settings (`rlx.runs.run_folder`).
 """
 
 from __future__ import annotations
@@ -13,17 +14,57 @@ import json
 import os
 import secrets
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlx.config.loading import from_tree
+from rlx.config.run import RunConfig
+from rlx.config.sections.base import flatten
+from rlx.config.sections.data import GENERATED
+from rlx.config.sections.reward import SCORERS
 from rlx.storage.filesystem import Storage
 
 SIGNATURE = "signature"
 """file in the folder of a run or sweep"""
 _KEY_BYTES = 32
 _KEY_OF_THIS_PROCESS = secrets.token_bytes(_KEY_BYTES)  # where no file can be kept: nothing is known again later
+
+POWERFUL = (
+    "model.path",
+    "model.critic_path",
+    "model.reference_path",
+    "model.trust_remote_code",
+    "data.source",
+    "data.sources",
+    "data.ptx_source",
+    "data.expected_pattern",
+    "data.params",
+    "eval.source",
+    "eval.sets",
+    "rollout.engine_options",
+    "environment.name",
+    "environment.params",
+    "rollout.sampling_options",
+    "reward.functions",
+    "reward.answer_pattern",
+    "reward.format_pattern",
+    "reward.model",
+    *("reward.url", "reward.url_key_env", "reward.judge_url", "reward.judge_url_key_env", "reward.judge_model"),
+    *("reward.judge_rubric", "reward.judge_pattern", "reward.sandbox", "reward.timeout_s", "reward.on_timeout"),
+    *(f"reward.code_{name}" for name in ("cpu_s", "mean_cpu_s", "idle_s", "wall_s", "memory_mb", "processes")),
+    *(f"reward.code_{name}" for name in ("disk_mb", "open_files", "output_mb", "parallel")),
+    *("environment.timeout_s", "environment.memory_mb"),
+    "tracking.uri",
+    "tracking.backends",
+    "ray_address",
+    "checkpoint.init_from",
+)
+"""settings that name code, models, addresses, services or patterns, or limit programs: not taken from somebody else"""
+USED_BY_EXPORTS = ("model.trust_remote_code", "tracking.uri")
+"""those of them that decide what an export does with the model of a checkpoint; whoever exports it has named it"""
 
 
 @dataclass(frozen=True)
@@ -55,6 +96,21 @@ def is_own_folder(folder: Storage, content: Any) -> bool:
         return is_own(content, (folder / SIGNATURE).read_text())
     except (OSError, ValueError, TypeError, RecursionError):  # there is none, it is no text, or no JSON has the content
         return False
+
+
+def powers(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a config tree that name code, models, addresses or patterns, by dotted key."""
+    values, defaults = flatten(from_tree(dict(tree))), flatten(RunConfig())
+    return {key: values[key] for key in POWERFUL if values[key] != defaults[key] and not _is_built_in(key, values[key])}
+
+
+def _is_built_in(key: str, value: Any) -> bool:
+    """Whether the value of such a setting is a part of rlx: rewards and environments by names, or generated prompts."""
+    if key == "reward.functions":
+        return all(name in SCORERS for name in value)
+    if key == "data.params":  # a text may be the path of a file
+        return all(isinstance(each, int | float | None) for each in value.values())
+    return (key == "environment.name" and ":" not in value) or (key == "data.source" and value.startswith(GENERATED))
 
 
 def _digest(key: bytes, content: Any) -> str:

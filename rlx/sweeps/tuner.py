@@ -22,11 +22,11 @@ from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, setting_at
 from rlx.config.sections.base import flatten
 from rlx.config.sections.data import DataConfig, EvalConfig, held_out_setting
-from rlx.runs import launch, preflight, relay, run_folder
+from rlx.runs import launch, preflight, relay
 from rlx.runs.mailbox import start_mailbox
 from rlx.runs.run_folder import saved_config
 from rlx.storage.filesystem import Storage
-from rlx.storage.signatures import Signer
+from rlx.storage.signatures import POWERFUL, Signer
 from rlx.sweeps import searchers
 from rlx.sweeps.callback import DriverState, SweepCallback, TrialLog, Watch
 from rlx.sweeps.choices import PAUSING
@@ -254,7 +254,7 @@ def _check_settings(known: Mapping[str, TrialRecord], space: Space, folder: Stor
         damaged = f"{folder.path}/trials/{name}.json is damaged: the sweep does not"
         if others := set(record.settings) - {*space, "seed"}:
             raise ConfigError(f"{damaged} vary {min(others)}")
-        for key in set(record.settings) & set(run_folder.POWERFUL):
+        for key in set(record.settings) & set(POWERFUL):
             if not may_have(space[key], record.settings[key]):
                 raise ConfigError(f"{damaged} have {key} {record.settings[key]!r}")
 

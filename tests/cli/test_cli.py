@@ -130,9 +130,8 @@ def test_names_that_are_not_there_or_taken(refused: Refused, tmp_path: Path) -> 
     storage = ["--storage", str(tmp_path)]
     assert refused("ppo.py", *storage, "--resume", "other") == f"no run 'other' in {tmp_path}/runs"
     assert "expected a run's name" in refused("ppo.py", *storage, "--resume", "mine@2")
-    assert refused("ppo.py", *storage, "--resume", "mine", "--name", "x").startswith(
-        "--resume mine: a run keeps its name"
-    )
+    renamed = refused("ppo.py", *storage, "--resume", "mine", "--name", "x")
+    assert renamed == "name x: run 'mine' keeps its name; --from mine starts another one"
     line = refused("ppo.py", *storage, "--name", "mine")
     assert line == f"run 'mine' exists in {tmp_path}/runs/mine: --resume mine continues it"
     assert "no sweep other" in refused("ppo_sweep.py", *storage, "--resume", "other")

@@ -1,16 +1,21 @@
 """Which checkpoint of which run a person means, what is inherited from it, and whether a run can start from it."""
 
 import json
+import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import yaml
 
+from rlx.api import resume as api_resume
 from rlx.cli import export, train
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
@@ -21,13 +26,16 @@ from rlx.runs.launch import Parent
 from rlx.runs.preflight import PreparedRun, plan_resources
 from rlx.runs.processes import RunProcesses
 from rlx.runs.run_folder import checkpoint_of
-from rlx.storage import checkpoint_catalog
+from rlx.samples.columns import CompletionFile, Kind
+from rlx.samples.evaluations import HELD_OUT, EvaluationFile, Outcomes, write_outcomes
+from rlx.storage import checkpoint_catalog, claims, signatures
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.checkpoint_manifest import Manifest
 from rlx.storage.claims import ClaimedError
 from rlx.storage.filesystem import StorageError
 from rlx.storage.signatures import Signer
+from rlx.tracking import changes
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = {5: 0.2, 10: 0.9, 15: 0.5}
@@ -225,7 +233,7 @@ CODE = {"reward__functions": {"evil:score": 1.0}}
 def test_limits_of_programs_are_powers() -> None:
     """A stranger's weights would else write programs, and a stranger's run say how much they may use."""
     reward = {"functions": {"code": 1}, "code_memory_mb": 10**6, "code_processes": 10**6, "timeout_s": 1e6}
-    assert set(run_folder.powers({"reward": reward})) == {
+    assert set(signatures.powers({"reward": reward})) == {
         "reward.code_memory_mb",
         "reward.code_processes",
         "reward.timeout_s",
@@ -233,8 +241,8 @@ def test_limits_of_programs_are_powers() -> None:
 
 
 def test_parameters_of_generated_prompts_that_may_name_a_file_are_powers() -> None:
-    assert "data.params" in run_folder.powers({"data": {"params": {"data_file": "/etc/passwd"}}})
-    assert "data.params" not in run_folder.powers({"data": {"params": {"min_terms": 3, "allow_negation": True}}})
+    assert "data.params" in signatures.powers({"data": {"params": {"data_file": "/etc/passwd"}}})
+    assert "data.params" not in signatures.powers({"data": {"params": {"min_terms": 3, "allow_negation": True}}})
 
 
 @pytest.mark.parametrize(
@@ -283,7 +291,7 @@ def test_every_setting_that_names_code_models_addresses_or_patterns_counts_as_su
         for key in section.model_fields
         if re.search(rf"\b({free})\b", f"{key} {section.__annotations__[key]}") or key.endswith("url_key_env")
     }
-    assert found - own <= set(run_folder.POWERFUL)
+    assert found - own <= set(signatures.POWERFUL)
 
 
 def test_an_export_runs_no_code_and_uses_no_address_of_a_stranger(
@@ -525,6 +533,98 @@ def test_what_an_interrupted_start_has_left_is_no_run(storage: Path) -> None:
         pass
     with pytest.raises(ConfigError, match=f"^no run 'halv' in {runs}$"):  # it is not the nearest one
         checkpoint_of("halv", str(storage))
+
+
+def test_a_run_that_another_process_starts_is_named_as_that(storage: Path) -> None:
+    """It lies in its folder once its model is made and its processes are started."""
+    runs = storage / "runs"
+    with claims.take(open_storage(str(runs / "new")), "run 'new'"):
+        said = rf"^run 'new' in {runs} is being started by process {os.getpid()} of .* \(last sign 0 s ago\)$"
+        for use in (checkpoint_of, run_folder.locate):
+            with pytest.raises(ConfigError, match=said):
+                use("new", str(storage))
+        with pytest.raises(ConfigError, match=rf"^no run in {runs}/new: it is being started by process {os.getpid()}"):
+            run_folder.locate(str(runs / "new"), "")
+    assert not (runs / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"name": "other"}, "name other: run 'a' keeps its name; --from a starts another one"),
+        ({"storage": "elsewhere"}, "storage elsewhere: run 'a' stays where it is, which is looked for in {}"),
+    ],
+)
+def test_a_resume_neither_moves_nor_renames_a_run(overrides: dict[str, str], said: str, storage: Path) -> None:
+    for resume in (run_folder.saved_run, partial(api_resume, quiet=True)):
+        with pytest.raises(ConfigError) as refused:
+            resume("a", storage=str(storage), overrides=overrides).__enter__()
+        assert str(refused.value) == said.format(storage)
+    with run_folder.saved_run("a", str(storage), {"name": "a", "storage": str(storage)}):  # as the command line says
+        pass
+
+
+@pytest.mark.parametrize("left", ["nothing", "files without manifests"])
+@pytest.mark.parametrize("record", ["result", "evaluations", "completions"])
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(record: str, left: str, storage: Path) -> None:
+    folder = storage / "runs" / "a"
+    for step in STEPS:
+        (folder / f"step_{step:06d}" / "manifest.json").unlink()
+        if left == "nothing":
+            shutil.rmtree(folder / f"step_{step:06d}")
+    if record == "result":
+        (folder / "result.json").write_text('{"step": 21}')
+    for step in (0, 21) if record == "evaluations" else ():
+        write_outcomes(open_storage(str(folder)), EvaluationFile(step, HELD_OUT), no_outcomes())
+    for step in (1, 22) if record == "completions" else ():
+        (folder / "completions").mkdir(exist_ok=True)
+        (folder / "completions" / str(CompletionFile(step, Kind.TRAINING, 0, 1))).touch()
+    said = rf"^run 'a' has done 2[12] steps, and none of its checkpoints is left in {folder}: put one back"
+    with pytest.raises(ConfigError, match=said), run_folder.saved_run("a", str(storage), {"train.steps": 90}):
+        pass
+    put(folder, 10)
+    with run_folder.saved_run("a", str(storage), {"train.steps": 90}):
+        pass
+
+
+def test_a_finished_run_whose_checkpoints_are_gone_has_its_result(storage: Path) -> None:
+    folder = storage / "runs" / "a"
+    for step in STEPS:
+        shutil.rmtree(folder / f"step_{step:06d}")
+    (folder / "result.json").write_text('{"step": 21}')
+    with run_folder.saved_run("a", str(storage), {"train.steps": 21}):
+        pass
+
+
+@pytest.mark.parametrize(("first", "last", "every"), [(0, 20, 10), (31, 50, 10), (0, 500, 0)])
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(
+    first: int, last: int, every: int, tmp_path: Path
+) -> None:
+    """The second of them waits for the first, and is due with the last step here; or is only due at the end."""
+    folder = tmp_path / "runs" / "a"
+    (folder / "step_000010").mkdir(parents=True)
+    (folder / "step_000010" / "rank_00000.safetensors").touch()
+    (folder / "run.json").write_text("{}")
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings(checkpoint__every=every, train__steps=900)))
+    for step in (first, last):
+        write_outcomes(open_storage(str(folder)), EvaluationFile(step, HELD_OUT), no_outcomes())
+    with run_folder.saved_run("a", str(tmp_path), {"checkpoint.every": 1}):
+        pass
+
+
+def no_outcomes() -> Outcomes:
+    grid = np.zeros((0, 1))
+    return Outcomes((), grid[:, 0], grid[:, 0], grid, grid, grid, grid[:, 0])
+
+
+def test_a_resume_without_a_checkpoint_says_that_the_run_begins_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    folder = open_storage(str(tmp_path))
+    launch._go_on(folder, settings(), said.append)
+    assert said == ["no checkpoint yet: the run begins again with its first step"]
+    put(tmp_path, 5, train__actor_lr=1e-3)
+    launch._go_on(folder, settings(train__actor_lr=2e-3), said.append)
+    assert len(said) == 1 and changes.noted_changes(folder) == {5: ["train.actor_lr"]}
 
 
 def test_a_run_is_continued_by_one_at_a_time(storage: Path) -> None:
