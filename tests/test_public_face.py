@@ -479,3 +479,12 @@ def test_an_installed_rlx_finds_its_defaults(wheel: Path, tmp_path: Path) -> Non
     links += [f"search_spaces/{name}.py" for name in ("ppo_tiny", "ppo", "ppo_lora", "pbt_tiny", "pbt", "pbt_lora")]
     for file, link in zip(out.split(), links, strict=True):
         assert Path(file).read_text() == (ROOT / link).read_text()
+
+
+def test_a_sweep_stays_where_it_is(tmp_path: Path) -> None:
+    sweep = tmp_path / "sweeps" / "s"
+    sweep.mkdir(parents=True)
+    (sweep / "sweep.json").write_text("{}")
+    with pytest.raises(rlx.ConfigError) as refused:
+        rlx.resume_tuner("s", storage=str(tmp_path), overrides={"storage": "elsewhere"})
+    assert str(refused.value) == f"storage elsewhere: sweep 's' stays where it is, which is looked for in {tmp_path}"
