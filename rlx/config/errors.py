@@ -250,6 +250,6 @@ def called_here(name: str, known: Collection[str]) -> tuple[str, str]:
             return here, space + note
         if start and "." in word and word in known:  # the same name below another section
             return word, ""
-        if (dotted := word.replace("_", ".", 1)) in known:  # eval_every for eval.every
+        if "_" in word and (dotted := word.replace("_", ".", 1)) in known:  # eval_every for eval.every
             return dotted, ""
     return "", ""
