@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import psutil
 import ray
 import ray.train
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from ray.train.torch import TorchConfig
 
 from rlx.config.sections.scaling import ScalingConfig
 from rlx.mesh import COLLECTIVE_TIMEOUT
-from rlx.rollout.weight_sync.process_group import create_store, open_store
+from rlx.rollout.weight_sync.process_group import choose_interface, create_store, open_store
 from rlx.rollout.weight_sync.sync import own_address
 
 _stores: list[Any] = []
@@ -54,17 +53,6 @@ class _Backend(TorchConfig().backend_cls):  # type: ignore[misc]
         ray.get(joining)
 
 
-def choose_interface(address: str) -> None:
-    """Lets gloo use the network interface that has this node's address, unless the environment names one.
-
-    By itself gloo takes that of the host's name, which Debian and Ubuntu map to loopback: no other node reaches it. If
-    no interface has the address, as behind a network that translates it, the choice stays gloo's.
-    """
-    for name, addresses in psutil.net_if_addrs().items():
-        if address in {each.address for each in addresses}:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
 def _create_store(timeout_s: float) -> tuple[str, int]:
     """Runs on rank 0; returns the address of its store."""
     _stores[:] = [create_store(own_address(), timeout_s)]
@@ -78,6 +66,6 @@ def _join(address: tuple[str, int], backend: str, timeout_s: float) -> None:
     # As torchrun does, for libraries that read it.
     ranks = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": context.get_local_rank()}
     os.environ.update({name: str(value) for name, value in ranks.items()})
-    choose_interface(ray.util.get_node_ip_address())
+    choose_interface()
     store = _stores[0] if rank == 0 else open_store(address, timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)

@@ -1,6 +1,7 @@
 """What a worker does around training: phases from rank 0 alone, and the details of a failed reward function."""
 
 import os
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,11 @@ from shared import OnRanks
 
 from rlx.config.sections.scaling import ScalingConfig
 from rlx.rewards.custom import RewardError
+from rlx.rollout.weight_sync.process_group import _GROUPS, choose_interface
 from rlx.runs import worker
 from rlx.runs.mailbox import Message, Replay
 from rlx.runs.run_folder import keeping_details
-from rlx.runs.worker_group import backend_of, choose_interface
+from rlx.runs.worker_group import backend_of
 from rlx.storage.filesystem import Storage
 from rlx.tracking.memory import NullTracker
 from rlx.types import Phase
@@ -77,14 +79,19 @@ def gloo_after_choosing(rank: int, ranks: int, address: str, named: str) -> tupl
     """The interface that gloo is told to take for a node of this address, and where a group listens that is made then.
 
     Args:
+        address: empty: none is said, and the group is one that sends weights.
         named: an interface that the environment names before; empty: none.
     """
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     os.environ.update({"GLOO_SOCKET_IFNAME": named} if named else {})
     before = {each.laddr for each in psutil.Process().net_connections()}
-    choose_interface(address)
-    dist.new_group(backend="gloo")
+    if address:
+        choose_interface(address)
+        group = dist.new_group(backend="gloo")
+    else:  # as weights are sent
+        group = _GROUPS["gloo"](dist.HashStore(), 0, 1, timedelta(seconds=30))
     new = {each.laddr for each in psutil.Process().net_connections()} - before
+    del group
     return os.environ.get("GLOO_SOCKET_IFNAME"), {each.ip for each in new}
 
 
@@ -93,5 +100,6 @@ def test_gloo_listens_on_the_nodes_address_unless_an_interface_is_named(on_ranks
     ((name, listens),) = on_ranks(1, gloo_after_choosing, own, "")
     assert name and own in {each.address for each in psutil.net_if_addrs()[name]}
     assert listens == {own}
+    assert on_ranks(1, gloo_after_choosing, "", "") == [(name, {own})]
     assert on_ranks(1, gloo_after_choosing, own, "lo") == [("lo", {"127.0.0.1"})]
     assert on_ranks(1, gloo_after_choosing, elsewhere, "")[0][0] is None

@@ -17,6 +17,8 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import psutil
+import ray
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -52,6 +54,21 @@ def create_store(host: str, timeout_s: float) -> Any:
         timeout=timedelta(seconds=timeout_s),
         master_listen_fd=listener.detach(),
     )
+
+
+def choose_interface(address: str | None = None) -> None:
+    """Lets gloo use the network interface that has this node's address, unless the environment names one.
+
+    By itself gloo takes that of the host's name, which Debian and Ubuntu map to loopback: no other node reaches it. If
+    no interface has the address, as behind a network that translates it, the choice stays gloo's.
+
+    Args:
+        address: that of this node; None: as Ray knows it.
+    """
+    address = address or ray.util.get_node_ip_address()
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in {each.address for each in addresses}:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def open_store(address: tuple[str, int], timeout_s: float) -> Any:
@@ -296,7 +313,12 @@ def _nccl(store: c10d.Store, rank: int, world: int, timeout: timedelta) -> Any:
         return dist.ProcessGroupNCCL(store, rank, world, options)
 
 
-_GROUPS: dict[str, Callable[..., Any]] = {"nccl": _nccl, "gloo": dist.ProcessGroupGloo}
+def _gloo(store: c10d.Store, rank: int, world: int, timeout: timedelta) -> Any:
+    choose_interface()
+    return dist.ProcessGroupGloo(store, rank, world, timeout)
+
+
+_GROUPS: dict[str, Callable[..., Any]] = {"nccl": _nccl, "gloo": _gloo}
 
 
 @contextmanager
