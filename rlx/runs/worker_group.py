@@ -66,6 +66,6 @@ def _join(address: tuple[str, int], backend: str, timeout_s: float) -> None:
     # As torchrun does, for libraries that read it.
     ranks = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": context.get_local_rank()}
     os.environ.update({name: str(value) for name, value in ranks.items()})
-    choose_interface()
+    choose_interface(address)
     store = _stores[0] if rank == 0 else open_store(address, timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)

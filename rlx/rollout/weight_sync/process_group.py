@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import psutil
-import ray
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -56,19 +55,18 @@ def create_store(host: str, timeout_s: float) -> Any:
     )
 
 
-def choose_interface(address: str | None = None) -> None:
-    """Lets gloo use the network interface that has this node's address, unless the environment names one.
+def choose_interface(address: tuple[str, int]) -> None:
+    """Lets gloo use the network interface that leads to the address of a store, unless the environment names one.
 
-    By itself gloo takes that of the host's name, which Debian and Ubuntu map to loopback: no other node reaches it. If
-    no interface has the address, as behind a network that translates it, the choice stays gloo's.
-
-    Args:
-        address: that of this node; None: as Ray knows it.
+    By itself gloo takes that of the host's name, which Debian and Ubuntu map to loopback: no other node reaches it.
     """
-    address = address or ray.util.get_node_ip_address()
-    for name, addresses in psutil.net_if_addrs().items():
-        if address in {each.address for each in addresses}:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:  # it sends nothing
+        probe.connect(address)
+        own = probe.getsockname()[0]
+        names = [name for name, found in psutil.net_if_addrs().items() if own in {each.address for each in found}]
+        if names:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
 
 
 def open_store(address: tuple[str, int], timeout_s: float) -> Any:
@@ -114,6 +112,7 @@ class BroadcastGroup:
             try:
                 store = c10d.PrefixStore(f"{self.name}/{kind}", open_store(incoming.address, incoming.timeout_s))
                 timeout = timedelta(seconds=incoming.timeout_s)
+                choose_interface(incoming.address)
                 self._group = group = _GROUPS[kind](store, rank, incoming.world[kind], timeout)
                 if self._is_abandoned:  # meanwhile
                     self._end(group)
@@ -313,12 +312,7 @@ def _nccl(store: c10d.Store, rank: int, world: int, timeout: timedelta) -> Any:
         return dist.ProcessGroupNCCL(store, rank, world, options)
 
 
-def _gloo(store: c10d.Store, rank: int, world: int, timeout: timedelta) -> Any:
-    choose_interface()
-    return dist.ProcessGroupGloo(store, rank, world, timeout)
-
-
-_GROUPS: dict[str, Callable[..., Any]] = {"nccl": _nccl, "gloo": _gloo}
+_GROUPS: dict[str, Callable[..., Any]] = {"nccl": _nccl, "gloo": dist.ProcessGroupGloo}
 
 
 @contextmanager
