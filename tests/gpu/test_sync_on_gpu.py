@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import ray
@@ -45,6 +45,7 @@ from rlx.types import Completion, Prompt, Sampling, ScoredCompletion
 
 pytestmark = pytest.mark.gpu
 CLOSE, FAR = 0.02, 0.05  # mean |difference of log-probabilities|, bfloat16
+CLOSE_IN_FLOAT32 = 1e-4
 CACHE_GIB = 5.0  # that an engine's keys and values take at least, of a fifth of a GPU
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=64, stop_token_ids=())
 LONG = 192  # tokens, with a prompt as many as an engine takes
@@ -81,10 +82,10 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Trainer:
-    """Rank 0 of one or more with a policy of bfloat16 on a GPU, as a worker has it."""
+    """Rank 0 of one or more with a policy on a GPU, as a worker has it."""
 
     def __init__(
-        self, rank: int, ranks: int, path: str, store: str, engines: list[Any], gpu: str | None, tp: int
+        self, rank: int, ranks: int, path: str, store: str, engines: list[Any], gpu: str | None, tp: int, dtype: str
     ) -> None:
         if gpu is not None:  # one that Ray has given to an engine
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu
@@ -93,7 +94,7 @@ class Trainer:
         dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
         settings = loading.from_tree(
             {
-                "model": {"dtype": "bfloat16", "reference": "none"},
+                "model": {"dtype": dtype, "reference": "none"},
                 "algorithm": {"advantage": "grpo", "kl_coef": 0},
                 "parallel": {"tp": tp},
                 "scaling": {"num_workers": ranks},
@@ -101,7 +102,7 @@ class Trainer:
         )
         self.grid = Mesh.of("cuda", tp)
         self.policy: Any = build_models(settings, path, self.grid.mesh).trained["policy"].model
-        self.sync = WeightSync(engines, self.grid, self.device, torch.bfloat16)
+        self.sync = WeightSync(engines, self.grid, self.device, getattr(torch, dtype))
         weights = partial(lora.engine_weights, self.policy)
         pool = EnginePool(engines, 0, hang_s=100.0)
         self.group = EngineGroup(pool, self.grid, self.sync, weights, retries=0, notify=lambda _: None)
@@ -191,7 +192,12 @@ def start(cluster: int, qwen: Path) -> Iterator[Start]:
     made: list[Any] = []
 
     def begin(
-        trainers: list[float], engines: list[float], gpu: str | None = None, sleeps: bool = False, tp: int = 1
+        trainers: list[float],
+        engines: list[float],
+        gpu: str | None = None,
+        sleeps: bool = False,
+        tp: int = 1,
+        dtype: Literal["float32", "bfloat16"] = "bfloat16",
     ) -> Started:
         needed = sum(trainers) + sum(engines)
         if cluster < needed:
@@ -206,7 +212,7 @@ def start(cluster: int, qwen: Path) -> Iterator[Start]:
             placement="colocated" if sleeps else "separate",
             tensor_parallel=max(1, int(engines[0])),
         )
-        args = engine_args(rollout, ModelConfig(dtype="bfloat16"), max_prompt_tokens=256 - LONG, on_gpu=True)
+        args = engine_args(rollout, ModelConfig(dtype=dtype), max_prompt_tokens=256 - LONG, on_gpu=True)
         places = range(len(trainers), len(trainers) + len(engines))
         share = {"CPU": 1.0, "GPU": engines[0]}
         actors = start_engines(EngineSpec(str(qwen), args, share), group, places)
@@ -214,7 +220,7 @@ def start(cluster: int, qwen: Path) -> Iterator[Start]:
         ranks = [
             ray.remote(Trainer)
             .options(num_gpus=part, num_cpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank))
-            .remote(rank, len(trainers), str(qwen), store, actors, gpu, tp)
+            .remote(rank, len(trainers), str(qwen), store, actors, gpu, tp, dtype)
             for rank, part in enumerate(trainers)
         ]
         made.extend([*ranks, *actors, group])
@@ -231,27 +237,28 @@ def on_all(ranks: list[Any], method: str, *args: Any) -> list[Any]:
     return ray.get([getattr(rank, method).remote(*args) for rank in ranks], timeout=150)
 
 
-def assert_pushes_arrive(ranks: list[Any], engines: int, kinds: dict[int, list[str]]) -> None:
+def assert_pushes_arrive(ranks: list[Any], engines: int, kinds: dict[int, list[str]], close: float = CLOSE) -> None:
     assert on_all(ranks, "push", True)[0][0] == {}
     assert on_all(ranks, "kinds")[0] == kinds
     for _ in range(3):
         for index in range(engines):
-            assert max(on_all(ranks, "gap", index)) <= CLOSE
+            assert max(on_all(ranks, "gap", index)) <= close
         on_all(ranks, "change")
         assert min(on_all(ranks, "gap", 0)) > FAR  # the update has not been sent yet
         lost, seconds = on_all(ranks, "push")[0]
         assert lost == {}
         print(f"{kinds}: {seconds:.4f} s")
-    assert max(on_all(ranks, "gap", 0)) <= CLOSE
+    assert max(on_all(ranks, "gap", 0)) <= close
 
 
 def process(engine: Any) -> int:
     return int(ray.get(engine.__ray_call__.remote(lambda _: os.getpid())))
 
 
-def test_an_engine_on_the_trainers_gpu_reads_its_memory(start: Start) -> None:
-    ranks, _ = start([0.5], [0.5])
-    assert_pushes_arrive(ranks, 1, {0: ["shared_memory"]})
+@pytest.mark.parametrize(("dtype", "close"), [("bfloat16", CLOSE), ("float32", CLOSE_IN_FLOAT32)])
+def test_an_engine_on_the_trainers_gpu_reads_its_memory(dtype: str, close: float, start: Start) -> None:
+    ranks, _ = start([0.5], [0.5], dtype=dtype)
+    assert_pushes_arrive(ranks, 1, {0: ["shared_memory"]}, close)
 
 
 def test_an_engine_that_sleeps_leaves_its_memory_to_the_trainer_also_after_it_was_replaced(start: Start) -> None:
