@@ -166,14 +166,17 @@ class EnvironmentHost(BulkActor):
         return await self._ended(live) if live else Reply()
 
     async def forget(self, owner: str) -> list[Reply]:
-        """Ends all episodes whose keys begin with that of an owner, which has started anew; replies as `close`."""
+        """Ends all episodes whose keys begin with that of an owner, which has started anew; replies as `close`.
+
+        Nobody waits for what they answer: an `async` call under way is cancelled, and none that waits is begun.
+        """
         old = [self._live.pop(key) for key in list(self._live) if key.startswith(owner)]
+        for live in old:
+            live.give_up()
         return await asyncio.gather(*map(self._ended, old))
 
     async def _ended(self, live: Instance) -> Reply:
-        # An instance may still be made, so whether it has a `close` is known only when it is its turn.
-        may_close = live.environment is None or hasattr(live.environment, "close")
-        reply = await self._timed(live, functools.partial(_close, live)) if may_close else Reply()
+        reply = await self._timed(live, functools.partial(_close, live), is_end=True)
         live.thread.end()
         if not reply.is_late:
             return Reply()  # it is over, whatever it has said
@@ -181,8 +184,12 @@ class EnvironmentHost(BulkActor):
         is_stuck = len(self._left) >= self.settings.concurrency
         return replace(reply, failure=f"close {reply.failure}", is_stuck=is_stuck)
 
-    async def _timed(self, live: Instance, call: Callable[[], Awaitable[Observation]]) -> Reply:
+    async def _timed(
+        self, live: Instance, call: Callable[[], Awaitable[Observation]], *, is_end: bool = False
+    ) -> Reply:
         async with live.turn, self._room:
+            if live.is_given_up and not is_end:
+                return _UNKNOWN
             started, task = time.monotonic(), asyncio.ensure_future(call())
             live.task = task
             done, _ = await asyncio.wait([task], timeout=self.settings.timeout_s)

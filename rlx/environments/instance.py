@@ -58,8 +58,15 @@ class Instance:
     tools: ToolDialogue | None = None  # None: it answers turns itself
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of the call under way: its end waits for it
     task: asyncio.Future[Any] | None = None  # the last call
+    is_given_up: bool = False  # nobody waits for its answers: it has to be closed alone
 
     @property
     def is_busy(self) -> bool:
         """Whether a call runs: after its time limit one that cannot be ended."""
         return self.thread.is_busy or not (self.task is None or self.task.done())
+
+    def give_up(self) -> None:
+        """Cancels an `async` call under way, and has no other begin; a plain one cannot be ended."""
+        self.is_given_up = True
+        if self.task and not self.thread.is_busy:
+            self.task.cancel()

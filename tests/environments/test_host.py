@@ -64,10 +64,22 @@ class Slow(Scored):
 
     def step(self, action: str) -> Any:
         time.sleep(0.3)
+        Scored.ended.append("step")
         return "a", 0.0, False
 
     def close(self) -> None:
         time.sleep(0.3)
+        Scored.ended.append("closed")
+
+
+class Endless(Scored):
+    """Does not end a turn for a long time."""
+
+    async def step(self, action: str) -> Any:
+        Scored.ended.append("step")
+        await asyncio.sleep(20.0)
+
+    def close(self) -> None:
         Scored.ended.append("closed")
 
 
@@ -298,19 +310,52 @@ def test_a_failure_has_the_line_of_ones_own_code_or_else_the_last(monkeypatch: p
     assert replies("Reading", "no json")[1].raised_at.startswith(f"{json.decoder.__file__}:")
 
 
+@pytest.mark.parametrize("way", ["close", "forget"])
 @pytest.mark.parametrize("slow", ["made", "reset"])
-def test_an_instance_that_ends_while_it_begins_is_closed_when_it_has_begun(slow: str) -> None:
+def test_an_instance_that_ends_while_it_begins_is_closed_when_it_has_begun(slow: str, way: str) -> None:
     host = host_of("Made", slow=slow)
     Made.done.clear()
 
     async def stopped() -> None:
         starting = asyncio.ensure_future(host.start("a/1", BEGINNING))
         await asyncio.sleep(0.05)
-        await host.forget("")
+        await getattr(host, way)("a/1")
         assert starting.done()
 
     asyncio.run(stopped())
-    assert Made.done == ["made", "reset", "closed"]
+    is_cut = (slow, way) == ("reset", "forget")  # an `async` call whose answer nobody waits for
+    assert Made.done == (["made", "closed"] if is_cut else ["made", "reset", "closed"])
+
+
+@pytest.mark.parametrize("kind", ["Endless", "Slow"])
+def test_what_is_forgotten_is_closed_at_once_but_for_plain_calls_under_way(kind: str) -> None:
+    host = host_of(kind, timeout_s=30.0)  # for two calls at a time
+    Scored.ended.clear()
+
+    async def stopped() -> list[Reply]:
+        for key in "abc":
+            await host.start(key, BEGINNING)
+        turns = [asyncio.ensure_future(host.step(key, Action("a", 0))) for key in "abc"]
+        await asyncio.sleep(0.05)
+        await asyncio.wait_for(host.forget(""), 5.0)
+        return await asyncio.gather(*turns)
+
+    *_, waited = asyncio.run(stopped())
+    assert waited.is_unknown  # it has not begun
+    assert sorted(Scored.ended) == ["closed"] * 3 + ["step"] * 2
+
+
+class Gone(Plain):
+    """Asks a server that has died for what it lacks."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConnectionError(name)
+
+
+def test_an_end_fails_by_nothing_that_an_environment_raises() -> None:
+    host = host_of("Gone")
+    run(lambda: host.start("1", BEGINNING))
+    assert run(lambda: host.close("1")) == Reply()
 
 
 def test_an_async_close_that_is_not_to_be_cancelled_counts_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +412,7 @@ def test_calls_that_wait_for_one_another_are_not_late() -> None:
 
     for reply in asyncio.run(played())[:2]:
         assert reply.observation and reply.observation.seconds < 0.5
-    assert Scored.ended == ["closed"]
+    assert sorted(Scored.ended) == ["closed", "step", "step"]
 
 
 def test_a_turn_of_an_episode_that_is_not_there_is_told_from_a_failure_of_an_environment() -> None:
