@@ -230,7 +230,7 @@ def start_sweep(args: argparse.Namespace, tree: dict[str, Any], given: Mapping[s
                 run_folder.keeping_details(storage / "sweeps" / plan.name),
             ):
                 prepared = preflight.prepare(plan.config, preparing.warm_start)
-            connect_cluster(prepared, plan.name, progress.message)
+            connect_cluster(prepared, plan, storage, progress.message)
             lines = [plans.describe(plan), *plans.prospects(plan), *(f"{trial} runs again" for trial in restarted)]
             progress.message("\n".join(lines))
             progress.message(Phase("prompts and first trial"))
@@ -266,8 +266,8 @@ def show_failures(results: Mapping[str, TrialRecord]) -> list[str]:
 
 
 def _run(plan: SweepPlan, storage: Storage, progress: SweepProgress) -> dict[str, TrialRecord]:
-    """Runs the sweep, and says where it is recorded; says how to go on if it is interrupted once it is kept."""
-    from rlx.sweeps import records, tuner
+    """Runs the sweep, and says where it is recorded; says how to go on if it is interrupted."""
+    from rlx.sweeps import tuner
 
     def on_begin() -> None:
         progress.message("\n".join(tracking_lines(plan, storage)))
@@ -275,14 +275,16 @@ def _run(plan: SweepPlan, storage: Storage, progress: SweepProgress) -> dict[str
     try:
         return tuner.run_sweep(plan, storage, watch=progress.update, on_begin=on_begin)
     except KeyboardInterrupt:
-        if not (storage / "sweeps" / plan.name / records.PLAN_FILE).exists():
-            raise
-        raise KeyboardInterrupt(way_on(plan.name, plan.config.storage)) from None
+        raise KeyboardInterrupt(way_on(plan, storage)) from None
 
 
-def way_on(name: str, storage: str) -> str:
-    """How a sweep is continued."""
-    command = shlex.join(["rlx", "sweep", "--resume", name, *storage_words(storage)])
+def way_on(plan: SweepPlan, storage: Storage) -> str:
+    """How a sweep is continued, once it is kept."""
+    from rlx.sweeps import records
+
+    if not (storage / "sweeps" / plan.name / records.PLAN_FILE).exists():
+        return "start it again"
+    command = shlex.join(["rlx", "sweep", "--resume", plan.name, *storage_words(plan.config.storage)])
     return f"{command} continues the sweep"
 
 
@@ -304,14 +306,14 @@ def claimed_plan(
             yield resumed_plan(args, storage, folder.name, tree, given)
 
 
-def connect_cluster(prepared: PreparedRun, name: str, notify: Notify) -> None:
+def connect_cluster(prepared: PreparedRun, plan: SweepPlan, storage: Storage, notify: Notify) -> None:
     """Connects to the cluster; SIGTERM and SIGHUP still interrupt the sweep, and it ends if its own cluster dies."""
     from rlx.cluster import connection
     from rlx.cluster.watch import end_with_ray
 
     connection.connect(prepared.config, prepared.resources, notify)
     end_on_signals()  # again: Ray has installed a handler of its own
-    end_with_ray(way_on(name, prepared.config.storage), notify, signal_received)
+    end_with_ray(lambda: way_on(plan, storage), notify, signal_received)
 
 
 def new_plan(args: argparse.Namespace, tree: Mapping[str, Any], name: str) -> SweepPlan:

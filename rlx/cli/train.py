@@ -207,7 +207,9 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
 
         connection.connect(config, prepared.resources, progress.message)
         end_on_signals()  # again: Ray has installed a handler of its own
-        end_with_ray(way_on, progress.message, signal_received)
+        end_with_ray(
+            lambda: way_on if run_folder.holds_run(folder) else "start it again", progress.message, signal_received
+        )
         result = launch.run(prepared, folder, resume=resume, on_report=on_report, notify=progress.message)
     print(summary(prepared.name, first, result.metrics, time.monotonic() - started))
     for service in prepared.tracking:

@@ -32,11 +32,11 @@ _SPILLED_FROM = 0.8
 """share of the object store from which on Ray writes objects to the disk: its object_spilling_threshold"""
 
 
-def end_with_ray(way_on: str, notify: Notify, signal_received: Callable[[], int | None]) -> None:
+def end_with_ray(way_on: Callable[[], str], notify: Notify, signal_received: Callable[[], int | None]) -> None:
     """Watches Ray's processes that this one has started, and the disk that they use.
 
     Args:
-        way_on: what the person can do next.
+        way_on: returns what the person can do next, when it is to be said.
         notify: called once if Ray has no room for objects any more.
         signal_received: the signal by which this process was told to end, if it was. Batch systems send it to Ray's
             processes, too, which is no failure of Ray's.
@@ -46,7 +46,7 @@ def end_with_ray(way_on: str, notify: Notify, signal_received: Callable[[], int 
             threading.Thread(target=target, args=arguments, daemon=True, name=f"ray{target.__name__}").start()
 
 
-def _watch(needed: dict[int, str], way_on: str, signal_received: Callable[[], int | None]) -> None:
+def _watch(needed: dict[int, str], way_on: Callable[[], str], signal_received: Callable[[], int | None]) -> None:
     while len(left := dict(_ray_children()).keys() & needed.keys()) == len(needed):
         time.sleep(_LOOK_S)
     time.sleep(_LOOK_S)
@@ -54,8 +54,8 @@ def _watch(needed: dict[int, str], way_on: str, signal_received: Callable[[], in
         return
     dead, number = ", ".join(needed[pid] for pid in needed if pid not in left), signal_received()
     show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
-    failed = f"error: Ray's {dead} died{lack_of_room(ray_folder())}; {way_on}"
-    print(f"{show_cursor}{f'interrupted: {way_on}' if number else failed}", file=sys.stderr, flush=True)
+    said = "interrupted:" if number else f"error: Ray's {dead} died{lack_of_room(ray_folder())};"
+    print(f"{show_cursor}{said} {way_on()}", file=sys.stderr, flush=True)
     for pid in left:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)  # the workers end with their raylet
@@ -71,13 +71,14 @@ def lack_of_room(folder: Path) -> str:
     return f": {folder} is full, free some or set RAY_TMPDIR to a folder on another disk" if is_full else ""
 
 
-def _watch_disk(way_on: str, notify: Notify) -> None:
+def _watch_disk(way_on: Callable[[], str], notify: Notify) -> None:
     """Says once that objects fit neither into memory nor onto the disk; in a thread, as Ray may not answer."""
     while ray.is_initialized():
         if lacks_room_for_objects(ray_folder()) and _share_of_store() > _SPILLED_FROM:
             notify(
                 f"warning: Ray's object store is full, and so is {ray_folder()}, where it would keep more: the run may "
-                f"stand still. Free some of that disk; or end the run and set RAY_TMPDIR to another disk, then {way_on}"
+                f"stand still. Free some of that disk; or end the run and set RAY_TMPDIR to another disk, then "
+                f"{way_on()}"
             )
             return
         time.sleep(_LOOK_AT_DISK_S)

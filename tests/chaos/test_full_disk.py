@@ -173,7 +173,7 @@ from rlx.cluster import connection, watch
 
 watch._LOOK_AT_DISK_S = 0.5
 connection.start_cluster(object_store_memory=80 << 20)
-watch.end_with_ray("go on like this", lambda text: print(text, flush=True), lambda: None)
+watch.end_with_ray(lambda: "go on like this", lambda text: print(text, flush=True), lambda: None)
 open("{disk}/fill", "wb").write(b"x" * ({mib} << 20))
 try:
     kept = [ray.put(numpy.zeros(30 << 20, numpy.uint8)) for _ in range(4)]

@@ -13,9 +13,10 @@ import pytest
 from rlx.cli import sweep, train
 from rlx.cli.options import parse, settings_parser
 from rlx.config.errors import ConfigError
+from rlx.storage.addresses import open_storage
 from rlx.storage.claims import ClaimedError
 from rlx.storage.filesystem import Storage
-from rlx.sweeps.records import SweepPlan
+from rlx.sweeps.records import PLAN_FILE, SweepPlan
 
 COMMAND = """
 import signal, sys, time
@@ -252,3 +253,10 @@ def test_a_sweep_is_resumed_without_a_name_and_has_no_empty_space() -> None:
     assert sweep_options("--resume")[0].resume == ""
     with pytest.raises(ConfigError, match=r"^--space: expected a value"):
         sweep_options("--space", "")
+
+
+def test_a_sweep_that_is_not_kept_yet_is_not_to_be_resumed(tmp_path: Path) -> None:
+    plan, storage = SweepPlan("s", {"storage": str(tmp_path)}, "space.py"), open_storage(str(tmp_path))
+    assert sweep.way_on(plan, storage) == "start it again"
+    (storage / "sweeps" / "s" / PLAN_FILE).write_text("{}")
+    assert sweep.way_on(plan, storage) == f"rlx sweep --resume s --storage {tmp_path} continues the sweep"

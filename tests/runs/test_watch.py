@@ -21,7 +21,7 @@ ray.is_initialized = lambda: {initialized}
 watch._LOOK_S = 0.1
 for name in {names}:
     subprocess.Popen(["{folder}/" + name, "60"])
-watch.end_with_ray("go on like this", print, lambda: {received})
+watch.end_with_ray(lambda: "go on like this", print, lambda: {received})
 print("ready", flush=True)
 time.sleep(60)
 """

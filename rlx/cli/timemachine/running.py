@@ -107,7 +107,7 @@ def do_steps(prepared: PreparedRun, branch: Branch, shared: RunProcesses) -> tup
 
         connection.connect(prepared.config, prepared.resources, progress.message)
         end_on_signals()  # again: Ray has installed a handler of its own
-        end_with_ray("the record is as it was", progress.message, signal_received)
+        end_with_ray(lambda: "the record is as it was", progress.message, signal_received)
         result = branches.run_branch(prepared, branch, on_report, progress.message, shared)
     logged = recorded.metrics_of(branches.records_of(prepared), result.mlflow_run or "")
     return open_storage(prepared.config.storage) / "runs" / result.name, logged
