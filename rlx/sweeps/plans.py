@@ -302,7 +302,8 @@ def _description(plan: SweepPlan, folder: Storage) -> tuple[dict[str, Any], dict
     tags |= {"rlx.rungs": json.dumps(rungs)} if rungs else {}
     tags |= {"rlx.planned": json.dumps(planned_cost(plan, space)._asdict() | {"gpus": plan.gpus})}
     tags |= {f"rlx.{key}": str(value) for key, value in options.items()}
-    return {"trials": total_trials(plan), "space": plan.space} | options, tags
+    original = (folder / PLAN_FILE).read_json()["space"]  # a resume has a copy, which ends with its process
+    return {"trials": total_trials(plan), "space": original} | options, tags
 
 
 def saved_sweep(storage: Storage, name: str | None, *, trust: bool = False) -> SweepPlan:

@@ -207,6 +207,14 @@ def test_a_sweep_of_before_goes_on_with_the_defaults_of_before(tmp_path: Path) -
     assert (config.train.critic_lr, config.algorithm.gae_lambda, config.rollout.max_tokens) == (1e-4, 0.95, 16)
 
 
+def test_a_sweep_whose_record_begins_with_a_resume_names_the_original_of_its_space(tmp_path: Path) -> None:
+    storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
+    created(SweepPlan("s", {"storage": str(tmp_path)}, space), storage)
+    plans.open_record(plans.saved_sweep(storage, "s"), storage / "sweeps" / "s")
+    run = mlflow.client(mlflow.default_uri(tmp_path)).get_run(outbox.run_id(storage / "sweeps" / "s"))
+    assert run.data.params["space"] == space
+
+
 @pytest.mark.parametrize(("scheduler", "rungs"), [("asha", "[10, 20]"), ("race", "[10, 20]"), ("none", None)])
 def test_the_rungs_of_a_sweep_are_recorded_with_it(
     scheduler: Any, rungs: str | None, ray_cluster: None, tmp_path: Path
