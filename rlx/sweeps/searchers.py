@@ -6,8 +6,9 @@ Left out: which trial runs when, and what is kept of it (`trial_source`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import product
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import cycle, islice, product
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,13 @@ from ray.tune.search.variant_generator import generate_variants
 
 from rlx.config.errors import ConfigError
 from rlx.config.sweep import DEFAULT_METRIC, SearchName
-from rlx.sweeps.space import MODE, OF_PROMPTS, SINGLE_VALUE, Space, complete_settings, extremes, quantum
+from rlx.sweeps.space import MODE, SINGLE_VALUE, Space, complete_settings, extremes, names_prompts, quantum
 
 Points = Sequence[dict[str, Any]]
 """settings to suggest first, in this order: those that a sweep tried before a resume"""
+
+
+_MOST_COMBINED = 200  # of the values of settings that say what prompts a trial has: each reads files
 
 
 class ListSearch(Searcher):
@@ -190,9 +194,13 @@ def searcher(name: SearchName, space: Space, count: int, seed: int, points: Poin
 def known_settings(search: Searcher, space: Space) -> list[dict[str, Any]]:
     """Returns the settings of trials that are known before a sweep starts.
 
-    Of a search that learns, they are those that say what prompts a trial may have, in all combinations.
+    Of a search that learns, they are those that say what prompts a trial may have, in all combinations; where these are
+    more than `_MOST_COMBINED`, in so many that each value is in one.
     """
     if isinstance(search, ListSearch):
         return [complete_settings(space, settings) for settings in search.settings]
-    values = {key: extremes(domain) for key, domain in space.items() if key.startswith(OF_PROMPTS)}
-    return [complete_settings(space, dict(zip(values, each, strict=True))) for each in product(*values.values())]
+    values = {key: extremes(domain) for key, domain in space.items() if names_prompts(key)}
+    combined: Iterable[tuple[Any, ...]] = product(*values.values())
+    if math.prod(map(len, values.values())) > _MOST_COMBINED:
+        combined = islice(zip(*map(cycle, values.values()), strict=True), max(map(len, values.values())))
+    return [complete_settings(space, dict(zip(values, each, strict=True))) for each in combined]

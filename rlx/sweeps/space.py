@@ -34,8 +34,11 @@ MODE: Mode = "max"
 """how searches compare trials: a larger DEFAULT_METRIC is better; `TrialSource` gives them any metric as that"""
 SINGLE_VALUE = str | int | float | np.generic | None
 """types of choices that adaptive searches accept"""
-OF_PROMPTS = "data."
-"""with which the settings begin that say what prompts a trial has"""
+_OF_PROMPTS = (
+    *("source", "sources", "ptx_source", "params"),
+    *("prompt_column", "answer_column", "system_column", "expected_pattern", "prompt_template"),
+)
+"""settings of the section `data` that say which prompts there are, or how they are read"""
 _MISSING = object()
 _ALONE = "a resume has a copy of this file alone: write in it what it reads or imports, and paths in full"
 _PLAIN = (str, int, float, np.generic, type(None), Mapping, list, tuple)
@@ -190,6 +193,12 @@ def check_resources(space: Space, path: str, tree: Mapping[str, Any], shared: Re
                 raise other_resources(key, path)
 
 
+def names_prompts(key: str) -> bool:
+    """Whether a setting says which prompts a trial has, or how they are read."""
+    section, name = f"{key}.".split(".")[:2]
+    return section == "data" and name in _OF_PROMPTS
+
+
 def check_candidates(candidates: Iterable[Mapping[str, Any]], path: str, tree: Mapping[str, Any]) -> None:
     """Refuses a space with settings of a trial that do not go together, or with prompts that a single run would refuse.
 
@@ -202,7 +211,7 @@ def check_candidates(candidates: Iterable[Mapping[str, Any]], path: str, tree: M
     seen = {"[]"}  # those of the sweep itself, which are checked
     for settings in candidates:
         config = from_tree(with_overrides(dict(tree), settings), f"--space {path}")
-        named = repr([(key, settings[key]) for key in sorted(settings) if key.startswith(OF_PROMPTS)])
+        named = repr([(key, settings[key]) for key in sorted(settings) if names_prompts(key)])
         if named not in seen:
             preflight.check_files(config.data, config.eval)
             run_folder.check_start(config)

@@ -24,7 +24,9 @@ from rlx.cluster.resources import cluster_nodes, plan_resources
 from rlx.config.errors import ConfigError
 from rlx.config.experiment import over_experiment
 from rlx.config.loading import from_tree, with_overrides
+from rlx.config.sections.data import DataConfig
 from rlx.config.sweep import DEFAULT_METRIC, SearchName
+from rlx.data import sources
 from rlx.runs import launch, run_folder
 from rlx.runs.run_folder import saved_config
 from rlx.storage import signatures
@@ -39,6 +41,7 @@ from rlx.tracking.base import ERROR_TAG
 from rlx.tracking.services import mlflow
 
 ACTORS = {"environment": {"name": "calculator", "num_actors": 2}}
+COLUMNS = {"data.prompt_column": "q", "data.answer_column": "a", "data.system_column": "s"}
 JUDGED = {"reward": {"functions": {"model": 1.0}, "model": "org/a"}}
 
 
@@ -127,6 +130,30 @@ def test_prompts_that_trials_may_have_are_refused_as_those_of_a_run(
     plan = SweepPlan("s", tree, space, search=search, trials=16)
     with pytest.raises(ConfigError, match=f"^{line}") if line else nullcontext():
         plans.check_sweep(plan)
+
+
+@pytest.mark.parametrize("search", ["random", "optuna"])
+@pytest.mark.parametrize(
+    ("varied", "times"),
+    [
+        ({"data.max_prompt_tokens": [20, 30], "data.num_prompts": [1, 2], "data.system_prompt": ["a", "b"]}, {0}),
+        ({"data.max_prompt_tokens": [20, 30], "data.answer_column": ["answer", "other"]}, {2}),
+        ({key: [f"{name}{i}" for i in range(20)] for key, name in COLUMNS.items()}, {12, 20}),
+    ],
+)
+def test_prompts_are_read_once_for_each_way_to_read_them(
+    varied: dict[str, list[Any]], times: set[int], search: SearchName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = space_file(tmp_path, f"{{{', '.join(f'{key!r}: tune.choice({varied[key]})' for key in varied)}}}")
+    columns = ["question", "answer", "other", *(f"{name}{i}" for name in COLUMNS.values() for i in range(20))]
+    (tmp_path / "good.jsonl").write_text(json.dumps(dict.fromkeys(columns, "1")))
+    read, check = list[DataConfig](), sources.check_source
+    monkeypatch.setattr(sources, "check_source", lambda *given: (read.append(given[1]), check(*given)))
+    tree = {"data": {"source": str(tmp_path / "good.jsonl"), "params": {}}}
+    plans.check_sweep(SweepPlan("s", tree, space, search=search, trials=12))
+    assert len(read) in times
+    if len(read) == 20:
+        assert {each.answer_column for each in read} == {f"a{i}" for i in range(20)}
 
 
 @pytest.mark.parametrize(
