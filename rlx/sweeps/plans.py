@@ -274,6 +274,8 @@ def create_sweep(plan: SweepPlan, storage: Storage) -> None:
     """
     folder = storage / "sweeps" / plan.name
     refuse_existing(folder)
+    for left in ("run.json", "outbox"):  # by a start of an older rlx that was killed before its plan was written
+        (folder / left).delete()
     tell_unscheduled(plan, varied_keys(load_space(plan.space, plan.tree)))
     content, code = asdict(plan), Path(plan.space).read_text()
     (folder / SIGNATURE).write_text(Signer.new().sign({"plan": content, "space": code}))

@@ -242,6 +242,17 @@ def test_a_sweep_whose_record_begins_with_a_resume_names_the_original_of_its_spa
     assert run.data.params["space"] == space
 
 
+def test_a_start_that_was_killed_before_its_plan_leaves_its_record_to_no_other_sweep(tmp_path: Path) -> None:
+    storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
+    plan, folder = SweepPlan("s", {"storage": str(tmp_path)}, space), storage / "sweeps" / "s"
+    plans.open_record(created(plan, storage), folder)
+    dead = outbox.run_id(folder)
+    (tmp_path / "sweeps" / "s" / "sweep.json").unlink()  # an older rlx opened the record first
+    plans.open_record(created(replace(plan, trials=7), storage), folder)
+    run = mlflow.client(mlflow.default_uri(tmp_path)).get_run(outbox.run_id(folder))
+    assert (run.info.run_id != dead, run.data.params["trials"]) == (True, "7")
+
+
 @pytest.mark.parametrize(("scheduler", "rungs"), [("asha", "[10, 20]"), ("race", "[10, 20]"), ("none", None)])
 def test_the_rungs_of_a_sweep_are_recorded_with_it(
     scheduler: Any, rungs: str | None, ray_cluster: None, tmp_path: Path
