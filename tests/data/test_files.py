@@ -312,10 +312,14 @@ SPLITS = [
     (["train-00000.parquet", "test-00000.parquet"], ["/train-[0-9]*.parquet", "/test-[0-9]*.parquet"]),
     (["train.jsonl", "train_1.jsonl", "test.jsonl"], ["/train.jsonl", "/train_[0-9]*.jsonl", "/test.jsonl"]),
     (["train.csv", "val.csv", "validation.csv"], ["/train.csv", "/val.csv", "/validation.csv"]),
-    (["train-0-of-1-0123456789abcdef.csv", "dev0.csv", "c.csv"], ["/train-[0-9]*.csv", "/dev[0-9]*.csv"]),
+    (["train-0-of-1-0123456789abcdef.csv", "dev0.csv", "c.csv"], ["/train-[0-9]*-of-[0-9]*.csv", "/dev[0-9]*.csv"]),
     (["train.csv", "training-notes.csv", "test.csv"], ["/train.csv", "/test.csv"]),
     (["train.CSV", "test.CSV"], ["/train.CSV", "/test.CSV"]),
-    (["train-0.csv", "train-1.csv", "train-2-notes.csv", "test.csv"], ["/train-0.csv", "/train-1.csv", "/test.csv"]),
+    (["train-0.csv", "train-1.csv", "train-2-notes.csv", "test.csv"], ["/train-[0-9].csv", "/test.csv"]),
+    (
+        ["train-0-of-2.csv", "train-1-of-2.csv", "test-0-of-1.csv", "train-9notes.csv"],
+        ["/train-[0-9]*-of-[0-9]*.csv", "/test-[0-9]*-of-[0-9]*.csv"],
+    ),
 ]
 
 

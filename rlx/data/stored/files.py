@@ -246,7 +246,8 @@ def _split_globs(files: Sequence[PromptFile], place: _Place) -> str:
     for (_, folder, pattern), file in sorted(found, key=lambda each: each[0]):
         whole = f"{glob.escape(folder)}/{pattern}".split("/")
         is_exact = not any(_is_match(path, whole) for path in others)
-        globs[place.glob(folder, pattern if is_exact else file.path.rpartition("/")[2])] = None
+        numbered = re.sub(r"\d", "[0-9]", file.path.rpartition("/")[2])  # which nothing but files of the split match
+        globs[place.glob(folder, pattern if is_exact else numbered)] = None
     shown = [*list(globs)[:_SHOWN], "..."] if len(globs) > _SHOWN else globs
     return " or ".join(shown) if len({split for (split, *_), _ in found}) > 1 else ""
 
@@ -264,7 +265,8 @@ def _split_of(file: PromptFile, start: int, ending: str) -> tuple[int, str, str]
             return _number(names[depth]), "/".join(names[: depth + 1]), f"**/*{ending}"
     stem = name[: -len(_suffix(file))]
     if match := _OF_SPLIT.fullmatch(stem):
-        pattern = f"{match[1]}{match[2]}[0-9]*" if match[3] else stem
+        number = f"[0-9]*{'-of-[0-9]*' if match[4] else ''}" if match[3] else ""
+        pattern = f"{match[1]}{match[2]}{number}"
         return _number(match[1]), "/".join(folders), f"{pattern}{name[len(stem) :]}"
     return None
 
