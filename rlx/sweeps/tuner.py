@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ray import tune
@@ -22,6 +23,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, setting_at
 from rlx.config.sections.base import flatten
 from rlx.config.sections.data import DataConfig, EvalConfig, held_out_setting
+from rlx.config.sweep import OF_THE_MACHINE
 from rlx.runs import launch, preflight, relay
 from rlx.runs.mailbox import start_mailbox
 from rlx.runs.run_folder import saved_config
@@ -30,7 +32,7 @@ from rlx.storage.signatures import POWERFUL, Signer
 from rlx.sweeps import searchers
 from rlx.sweeps.callback import DriverState, SweepCallback, TrialLog, Watch
 from rlx.sweeps.choices import PAUSING
-from rlx.sweeps.plans import check_can_begin, create_sweep, open_record, schedule_of
+from rlx.sweeps.plans import check_can_begin, create_sweep, open_record, saved_sweep, schedule_of
 from rlx.sweeps.records import (
     PLAN_FILE,
     SweepPlan,
@@ -39,6 +41,7 @@ from rlx.sweeps.records import (
     TrialState,
     ending_record,
     record_of,
+    refuse_existing,
     resuming,
 )
 from rlx.sweeps.room import NeededModel, Room, most_at_once, total_trials
@@ -189,13 +192,16 @@ class SweepTuner(tune.Tuner):
 def make_tuner(plan: SweepPlan, storage: Storage) -> SweepTuner:
     """Returns the Tuner of a new sweep, which it keeps in its folder, or of the remaining trials of one that is kept.
 
-    The cluster must be connected. `plans.check_sweep` has returned the plan of a new sweep.
+    The cluster must be connected. `plans.check_sweep` has returned the plan of a new sweep, `plans.saved_sweep` or
+    `plans.continued_sweep` that of a kept one.
 
     Raises:
-        ConfigError: something of the sweep cannot be used; a new one leaves nothing then.
+        ConfigError: something of the sweep cannot be used, or another one has its name; a new one leaves nothing.
     """
     if is_new := not (storage / "sweeps" / plan.name / PLAN_FILE).exists():
         check_can_begin(plan)
+    elif _of_trials(plan) != _of_trials(saved_sweep(storage, plan.name)):
+        refuse_existing(storage / "sweeps" / plan.name)
     folder, space = storage / "sweeps" / plan.name, load_space(plan.space, plan.tree)
     records = TrialRecords(folder)
     known = {name: _with_newest_settings(folder, name, record) for name, record in records.all().items()}
@@ -228,6 +234,12 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> SweepTuner:
         ),
         run_config=_run_config(plan, folder, SweepCallback(plan, log, driver)),
     )
+
+
+def _of_trials(plan: SweepPlan) -> tuple[SweepPlan, dict[str, Any], str]:
+    """Returns all of a plan that no resume changes: itself without paths, its settings, and the code of its space."""
+    settings = {key: value for key, value in flatten(plan.config).items() if key not in OF_THE_MACHINE}
+    return replace(plan, space="", tree={}), settings, Path(plan.space).read_text()
 
 
 def _run_config(plan: SweepPlan, folder: Storage, callback: SweepCallback) -> tune.RunConfig:

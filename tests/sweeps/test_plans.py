@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import SIGNATURE, Signer
 from rlx.sweeps import plans, trainable, tuner
 from rlx.sweeps.callback import DriverState
-from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState, find_sweep, trial_name
+from rlx.sweeps.records import PLAN_FILE, SweepPlan, TrialRecord, TrialRecords, TrialState, find_sweep, trial_name
 from rlx.sweeps.tuner import SweepTuner
 from rlx.tracking import outbox
 from rlx.tracking.services import mlflow
@@ -101,6 +101,16 @@ def test_code_of_somebody_else_does_not_run_until_it_is_trusted(storage: Storage
     assert plans.continued_sweep(storage, "s", {}).name == "s"  # from then on it is this user's
 
 
+def test_another_sweep_is_refused_the_name_of_one_that_is_kept(storage: Storage, tmp_path: Path) -> None:
+    kept = plans.continued_sweep(storage, "s", {"ray_address": "auto", "data.source": "/here/sums.jsonl"})
+    assert tuner._of_trials(kept) == tuner._of_trials(plans.saved_sweep(storage, "s"))
+    (tmp_path / "other.py").write_text("def space():\n    return {'train.actor_lr': 1e-3}\n")
+    changes = {"trials": 9}, {"tree": kept.tree | {"seed": 9}}, {"space": str(tmp_path / "other.py")}
+    for change in changes:
+        with pytest.raises(ConfigError, match=r"^sweep 's' exists in .*: --resume s continues it$"):
+            tuner.make_tuner(replace(kept, **change), storage)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Failed trials
 
@@ -175,9 +185,12 @@ def place(tmp_path: Path, empty_database: Path) -> Path:
 def made_tuner(tmp_path: Path, **options: Any) -> SweepTuner:
     (tmp_path / "space.py").write_text("def space():\n    return {'train.actor_lr': 1e-5}\n")
     run_config = tune.RunConfig(name="tune", storage_path=str(tmp_path))
+    plan = SweepPlan("s", TREE | {"storage": str(tmp_path)}, str(tmp_path / "space.py"), **options)
+    folder = Storage.local(tmp_path) / "sweeps" / "s"
+    (folder / PLAN_FILE).write_text(json.dumps(asdict(plan)))
     return SweepTuner(
-        SweepPlan("s", TREE | {"storage": str(tmp_path)}, str(tmp_path / "space.py"), **options),
-        Storage.local(tmp_path) / "sweeps" / "s",
+        plan,
+        folder,
         lambda config: None,
         DriverState(),
         run_config=run_config,
