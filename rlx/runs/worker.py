@@ -53,10 +53,11 @@ from rlx.runs.mailbox import CHECKPOINT_PATH, JOB, Box, JobSpec, Message
 from rlx.runs.run_folder import POINTER, keeping_details
 from rlx.samples.columns import made_with
 from rlx.samples.episodes import KnownEpisodes
+from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.checkpoint_writer import FinishedCheckpoint
 from rlx.storage.filesystem import Storage, retry
 from rlx.tracking.base import Tracker
-from rlx.tracking.changes import changes_by
+from rlx.tracking.changes import note_changes
 from rlx.tracking.memory import NullTracker
 from rlx.tracking.services.mlflow_page import SystemMetrics
 from rlx.tracking.tracker import OutboxTracker
@@ -180,18 +181,35 @@ def _train_or_examine(job: Job) -> None:
     spec, inputs = job.spec, inputs_of(job)
     inputs.reporter.notify(Phase("models"))
     trainer, collector, checkpointer = build_rank(inputs)
+    reporter = inputs.reporter
     if spec.examine:
         figures = doctor.examine(trainer, collector)
-        inputs.reporter.report(figures | {"step": 0}, is_last=True, checkpoints=[])
+        reporter.report(figures | {"step": 0}, is_last=True, checkpoints=[])
     else:
+        reporter = recorder(job, trainer.mesh.rank, checkpointer.resumed_from)
         try:
             with keeping_details(spec.folder), quick_collections():
-                loop.train(trainer, collector, checkpointer, inputs.reporter)
+                loop.train(trainer, collector, checkpointer, reporter)
         except BaseException:
             with suppress(Exception):  # the first error is the one to tell
-                inputs.reporter.flush()  # the metrics that led there may not have reached the tracking service
+                reporter.flush()  # the metrics that led there may not have reached the tracking service
             raise
-    close_rank(trainer, collector, checkpointer, inputs.reporter)
+    close_rank(trainer, collector, checkpointer, reporter)
+
+
+def recorder(job: Job, rank: int, start: CheckpointEntry | None) -> RayReporter:
+    """What a rank reports to, once it is known where the run goes on: rank 0 notes that, and records the steps.
+
+    Args:
+        start: the run's checkpoint that was restored; None: it begins.
+    """
+    spec = job.spec
+    again = rank == 0 and note_changes(spec.folder, spec.config, start)
+    if rank > 0 or not spec.tracking:
+        return RayReporter(NullTracker(), job, rank)
+    tracker = OutboxTracker(spec.tracking, spec.folder, "rank_0", job.notify, again=again)
+    machine = SystemMetrics() if spec.config["tracking"]["system_metrics"] else None
+    return RayReporter(tracker, job, rank, step_gauge(), machine)
 
 
 class WarningRelay(logging.Handler):
@@ -246,17 +264,10 @@ def inputs_of(job: Job) -> TrainingInputs:
     config = RunConfig.model_validate(spec.config)
     if not spec.examine:
         _check_folder(spec.folder)
-    rank = ray.train.get_context().get_world_rank()
     device = ray.train.torch.get_device()
     names = [name for use in ("train", "held_out") for name in sources.table_names(config.data, use)]
     names += [sources.set_table(each.name) for each in config.eval.sets if each.source]
     names += ["ptx"] if config.data.ptx_source else []
-    reporter = RayReporter(NullTracker(), job, rank)
-    if rank == 0 and spec.tracking:
-        again = bool(changes_by(spec.folder, spec.config)[1])
-        tracker = OutboxTracker(spec.tracking, spec.folder, "rank_0", job.notify, again=again)
-        machine = SystemMetrics() if config.tracking.system_metrics else None
-        reporter = RayReporter(tracker, job, rank, step_gauge(), machine)
     connections = Connections(config, job, device)
     return TrainingInputs(
         config=config,
@@ -264,7 +275,7 @@ def inputs_of(job: Job) -> TrainingInputs:
         device=device,
         tables={name: prompt_share(name) for name in names},
         folder=spec.folder,
-        reporter=reporter,
+        reporter=RayReporter(NullTracker(), job, ray.train.get_context().get_world_rank()),
         connect_engines=connections.engines,
         connect_scorers=connections.scorers,
         signature=spec.signature,

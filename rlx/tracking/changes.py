@@ -1,6 +1,7 @@
 """At which steps of a run resumes have changed settings that its steps depend on.
 
 Most checkpoints are deleted, and with them what their steps were done with; changes.json in the run's folder stays.
+It is written once a checkpoint is restored: a resume that ends before that changes nothing.
 Left out: which settings a resume may change (rlx.runs), and the values that they had.
 """
 
@@ -14,7 +15,7 @@ from pydantic import TypeAdapter
 
 from rlx.config.errors import ConfigError
 from rlx.config.loading import steps_differ_in
-from rlx.storage import checkpoint_catalog
+from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.filesystem import Storage, retry
 
 CHANGES = "changes.json"
@@ -22,32 +23,34 @@ CHANGES = "changes.json"
 _CHANGES = TypeAdapter(dict[int, list[str]])
 
 
-def changes_by(folder: Storage, tree: Mapping[str, Any]) -> tuple[int, set[str]]:
-    """The step after which a run goes on with the settings of a tree, and those of them that change its steps there.
+def note_changes(folder: Storage, tree: Mapping[str, Any], start: CheckpointEntry | None) -> bool:
+    """Keeps which settings of a run change now that it goes on from a checkpoint with those of a tree.
 
-    What was recorded of later steps is then not of the steps that follow now.
-    """
-    found = retry(partial(checkpoint_catalog.complete_checkpoints, folder), f"reading {folder.path}")
-    manifest = found[-1].manifest if found else None
-    return (manifest.step, steps_differ_in(manifest.config, tree)) if manifest else (0, set())
+    What was kept of that step and of later ones goes: these steps are done again from here.
 
+    Args:
+        start: what was restored; None: the run begins with its first step.
 
-def note_changes(folder: Storage, tree: Mapping[str, Any]) -> None:
-    """Keeps which settings of a run change when it goes on with those of a tree.
+    Returns:
+        Whether later steps may be recorded that were done with other settings.
 
     Raises:
         ConfigError, StorageError: what was kept before is damaged, or the storage keeps failing.
     """
-    step, changed = changes_by(folder, tree)
-    if changed:
-        known = noted_changes(folder)
-        noted = {**known, step: sorted({*known.get(step, ()), *changed})}
+    manifest, known = start and start.manifest, retry(partial(noted_changes, folder), f"reading {folder.path}")
+    step, changed = (manifest.step, steps_differ_in(manifest.config, tree)) if manifest else (0, set())
+    again = bool(changed) or max(known, default=-1) >= step
+    if again:  # also when nothing changes now: later resumes have the same steps to do again
+        noted = {at: keys for at, keys in known.items() if at < step} | {step: sorted(changed)}
         write = partial((folder / CHANGES).write_text, _CHANGES.dump_json(noted).decode())
         retry(write, f"writing {(folder / CHANGES).path}")
+    return again
 
 
 def noted_changes(folder: Storage) -> dict[int, list[str]]:
     """The settings that resumes of a run have changed, by the step after which they did; empty if none has.
+
+    A step with none is one where an earlier resume had changed some, and a later one went on from it without.
 
     Raises:
         ConfigError: the file is not what rlx wrote.

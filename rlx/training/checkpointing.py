@@ -78,6 +78,7 @@ class Checkpointer:
     copies: Copies  # of this rank's tensors
     signature: str = ""  # of the config
     restored_metrics: dict[str, float] = field(default_factory=dict)  # of the step that was restored
+    resumed_from: CheckpointEntry | None = None  # the run's own checkpoint that was restored
     _saved_step: int = 0  # of the newest checkpoint, or of the state that the run began with
     _keeps_reference: bool = False  # see `Manifest.reference`
 
@@ -115,7 +116,7 @@ class Checkpointer:
     def restore(self) -> None:
         """Continues from the run's newest complete checkpoint; without one, starts where the config says."""
         settings = self.trainer.config.checkpoint
-        source = self.writer.newest_checkpoint(self.notify)
+        source = self.resumed_from = self.writer.newest_checkpoint(self.notify)
         is_resume = source is not None
         if source is None and settings.init_from:
             source = self.writer.verified_checkpoint(open_storage(settings.init_from, create=False))

@@ -13,6 +13,7 @@ from rlx.config.errors import ConfigError
 from rlx.replay import branches, recorded, verifying
 from rlx.replay.recorded import RecordedRun
 from rlx.storage.addresses import open_storage
+from rlx.storage.checkpoint_catalog import read_checkpoint
 from rlx.tracking import changes
 from rlx.tracking.services import mlflow
 
@@ -58,7 +59,8 @@ def test_steps_before_a_deleted_end_are_not_done_again_where_rates_follow_the_en
     folder = open_storage(str(tmp_path / "runs" / "a"))
     for end, following in ((3, 6), (6, 9)):
         run_of(tmp_path, steps=(end,), train__lr_schedule="linear", train__steps=end)
-        changes.note_changes(folder, settings(name="a", train__lr_schedule="linear", train__steps=following))
+        start = read_checkpoint(folder / f"step_{end:06d}")
+        changes.note_changes(folder, settings(name="a", train__lr_schedule="linear", train__steps=following), start)
     shutil.rmtree(folder.path + "/step_000003")
     run = run_of(tmp_path, steps=(9,), train__lr_schedule="linear", train__steps=9)
     assert verifying.replayable(run, range(10), 10) == [7, 8, 9]
@@ -70,7 +72,8 @@ def test_steps_before_a_deleted_end_are_not_done_again_where_rates_follow_the_en
 def test_steps_after_a_checkpoint_at_which_a_resume_has_noted_its_changes_are_done_again(tmp_path: Path) -> None:
     """Others between it and the next one may have been deleted."""
     run_of(tmp_path, steps=(10,), train__actor_lr=1e-3)
-    changes.note_changes(open_storage(str(tmp_path / "runs" / "a")), settings(name="a", train__actor_lr=2e-3))
+    folder = open_storage(str(tmp_path / "runs" / "a"))
+    changes.note_changes(folder, settings(name="a", train__actor_lr=2e-3), read_checkpoint(folder / "step_000010"))
     run = run_of(tmp_path, steps=(22, 30), train__actor_lr=2e-3)
     assert run.unknown_at(15) == [] and run.settings_of(15)["train"]["actor_lr"] == 2e-3
 

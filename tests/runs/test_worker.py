@@ -10,15 +10,17 @@ import pytest
 import ray
 import torch.distributed as dist
 from shared import OnRanks
+from test_run_folder import put, settings
 
 from rlx.config.sections.scaling import ScalingConfig
 from rlx.rewards.custom import RewardError
 from rlx.rollout.weight_sync.process_group import choose_interface
 from rlx.runs import worker
-from rlx.runs.mailbox import Message, Replay
+from rlx.runs.mailbox import JobSpec, Message, Replay
 from rlx.runs.run_folder import keeping_details
 from rlx.runs.worker_group import backend_of
 from rlx.storage.filesystem import Storage
+from rlx.tracking import changes
 from rlx.tracking.memory import NullTracker
 from rlx.types import Phase
 
@@ -32,6 +34,17 @@ def test_phases_come_from_the_first_rank_and_messages_from_all(rank: int, told: 
     reporter.notify("engine 1 is back")
     assert sent == [Message(text) for text in told]
     assert [isinstance(message.text, Phase) for message in sent] == [text == "models" for text in told]
+
+
+def test_the_first_rank_notes_what_changes_where_the_run_goes_on(tmp_path: Path) -> None:
+    """On a rank, once a checkpoint is restored: a resume that ends before that has changed nothing."""
+    folder, start = Storage.local(tmp_path), put(tmp_path, 5, train__actor_lr=1e-3)
+    spec = JobSpec(settings(train__actor_lr=2e-3), "", folder, tracking=())
+    job = worker.Job(spec, SimpleNamespace(), 1, folder)  # type: ignore[arg-type]
+    worker.recorder(job, 1, start)
+    assert changes.noted_changes(folder) == {}
+    worker.recorder(job, 0, start)
+    assert changes.noted_changes(folder) == {5: ["train.actor_lr"]}
 
 
 @pytest.mark.parametrize(

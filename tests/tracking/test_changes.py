@@ -8,17 +8,27 @@ from test_run_folder import put, settings
 
 from rlx.config.errors import ConfigError
 from rlx.storage.addresses import open_storage
+from rlx.storage.checkpoint_catalog import read_checkpoint
 from rlx.tracking import changes
 
 
+def noted(folder: Path, step: int, **now: Any) -> tuple[bool, dict[int, list[str]]]:
+    """What is noted when a run goes on from a step with these settings, and whether steps are done again with others.
+
+    Step 0: the run begins.
+    """
+    start = read_checkpoint(open_storage(str(folder)) / f"step_{step:06d}") if step else None
+    again = changes.note_changes(open_storage(str(folder)), settings(**now), start)
+    return again, changes.noted_changes(open_storage(str(folder)))
+
+
 def test_a_resume_with_other_settings_than_its_checkpoint_changes_steps(tmp_path: Path) -> None:
-    folder = open_storage(str(tmp_path))
-    assert changes.changes_by(folder, settings(train__actor_lr=2e-3)) == (0, set())  # it begins
+    assert noted(tmp_path, 0, train__actor_lr=2e-3) == (False, {})
     put(tmp_path, 10, train__actor_lr=2e-3)
     put(tmp_path, 20, train__actor_lr=1e-3)
-    same = settings(train__actor_lr=1e-3, train__steps=90, checkpoint__every=3)
-    assert changes.changes_by(folder, same) == (20, set())
-    assert changes.changes_by(folder, settings(train__actor_lr=2e-3)) == (20, {"train.actor_lr"})
+    assert noted(tmp_path, 20, train__actor_lr=1e-3, train__steps=90, checkpoint__every=3) == (False, {})
+    assert not (tmp_path / changes.CHANGES).exists()
+    assert noted(tmp_path, 20, train__actor_lr=2e-3) == (True, {20: ["train.actor_lr"]})
 
 
 @pytest.mark.parametrize(
@@ -36,18 +46,28 @@ def test_another_end_changes_steps_that_follow_it(
 ) -> None:
     """With a rate that is the same in all steps, the end is where it is."""
     put(tmp_path, 30, train__steps=30, **before)
-    assert changes.changes_by(open_storage(str(tmp_path)), settings(train__steps=60, **now)) == (30, changed)
+    expected = (True, {30: sorted(changed)}) if changed else (False, {})
+    assert noted(tmp_path, 30, train__steps=60, **now) == expected
 
 
 def test_what_a_resume_changes_is_kept_beside_what_earlier_ones_changed(tmp_path: Path) -> None:
-    folder = open_storage(str(tmp_path))
-    for step, rate in ((10, 1e-3), (20, 2e-3)):
-        put(tmp_path, step, train__actor_lr=rate)
-        changes.note_changes(folder, settings(train__actor_lr=rate))  # as after a kill
-        assert len(changes.noted_changes(folder)) == (step - 10) // 10
-        changes.note_changes(folder, settings(train__actor_lr=rate + 1e-3))
-    changes.note_changes(folder, settings(train__actor_lr=2e-3, algorithm__gamma=0.9))  # a second attempt
-    assert changes.noted_changes(folder) == {10: ["train.actor_lr"], 20: ["algorithm.gamma", "train.actor_lr"]}
+    put(tmp_path, 10, train__actor_lr=1e-3)
+    put(tmp_path, 20, train__actor_lr=2e-3)
+    assert noted(tmp_path, 10, train__actor_lr=2e-3) == (True, {10: ["train.actor_lr"]})
+    assert noted(tmp_path, 20, train__actor_lr=2e-3) == (False, {10: ["train.actor_lr"]})  # as after a kill
+    both = {10: ["train.actor_lr"], 20: ["algorithm.gamma"]}
+    assert noted(tmp_path, 20, train__actor_lr=2e-3, algorithm__gamma=0.9) == (True, both)
+
+
+def test_what_a_resume_does_again_is_not_what_an_earlier_one_has_noted(tmp_path: Path) -> None:
+    """A mistyped rate is put right; then the newest checkpoint is found to be damaged; then the run begins again."""
+    for step in (10, 20):
+        put(tmp_path, step, train__actor_lr=1e-3)
+    assert noted(tmp_path, 20, train__actor_lr=5.0) == (True, {20: ["train.actor_lr"]})
+    for _ in range(2):  # the mistyped one may have recorded more steps than the first that follows it
+        assert noted(tmp_path, 20, train__actor_lr=1e-3) == (True, {20: []})
+    assert noted(tmp_path, 10, train__actor_lr=2e-3) == (True, {10: ["train.actor_lr"]})
+    assert noted(tmp_path, 0) == (True, {0: []})
 
 
 def test_a_damaged_note_is_one_line(tmp_path: Path) -> None:
