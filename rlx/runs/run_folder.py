@@ -21,12 +21,10 @@ from rlx.config.sections.records import CheckpointConfig
 from rlx.config.sweep import DEFAULT_METRIC
 from rlx.data import sources
 from rlx.rewards.custom import RewardError, brief
-from rlx.samples import evaluations
-from rlx.samples.reader import kept_steps
 from rlx.storage import checkpoint_catalog, claims, signatures
 from rlx.storage.addresses import join_address, open_storage, resolve_address
 from rlx.storage.checkpoint_catalog import CheckpointEntry
-from rlx.storage.filesystem import Storage, retry
+from rlx.storage.filesystem import Storage, StorageError, retry
 from rlx.types import Notify
 
 T = TypeVar("T")
@@ -211,10 +209,9 @@ def saved_run(
             refuse_powers(name, folder, saved, overrides)
         tree = _as_it_began(saved) | {"name": name, "storage": storage}
         config = from_tree(with_overrides(tree, {**overrides, "name": name}), f"run {name}", overrides, giver)
-        before = from_tree(tree)
-        check_resumable(config, before)
+        check_resumable(config, from_tree(tree))
         if finished_metrics(folder, config.train.steps) is None:
-            _check_checkpoints(folder, before.checkpoint.every)
+            _check_checkpoints(folder)
         yield config, folder
 
 
@@ -224,21 +221,16 @@ def check_stays(what: str, storage: str, overrides: Mapping[str, Any]) -> None:
         raise ConfigError(f"storage {overrides['storage']}: {what} stays where it is, which is looked for in {storage}")
 
 
-def _check_checkpoints(folder: Storage, every: int) -> None:
+def _check_checkpoints(folder: Storage) -> None:
     """Raises ConfigError if all checkpoints of a run are gone: it would begin again, over its record.
 
-    A run that was killed before its first one was complete has none. The second one waits for the first, so a run that
-    was to write one every `every` steps has some once more than two are due.
+    A run that was killed before its first one was complete has had none, and begins again.
     """
-    if checkpoint_catalog.was_saved(folder):
-        return
-    steps = {each.step for each in evaluations.kept_evaluations(folder)} | {each.number for each in kept_steps(folder)}
-    last = finished_metrics(folder, 0)
-    if last or (every and steps and max(steps) - min(steps) > 2 * every):
-        done = max([*steps, last["step"] if last else 0])
+    had_some = (folder / checkpoint_catalog.SAVED).exists() or finished_metrics(folder, 0)
+    if had_some and not checkpoint_catalog.was_saved(folder):
         raise ConfigError(
-            f"run {folder.name!r} has done {done} steps, and none of its checkpoints is left in {folder.path}: put one "
-            "back with all of its files, or start a new run; this one would begin again, over its record"
+            f"run {folder.name!r} has had checkpoints, and none of them is left in {folder.path}: put one back with "
+            "all of its files, or start a new run; this one would begin again, over its record"
         )
 
 

@@ -25,6 +25,8 @@ from rlx.storage.filesystem import Storage, StorageError, explain
 
 REFERENCE = "reference"
 """folder in a run's folder that holds, as a checkpoint of step 0, the weights of a reference that is not the model's"""
+SAVED = "saved"
+"""file in a run's folder, written after the run's first checkpoint: with it, a run without checkpoints has lost them"""
 _LOG = logging.getLogger("rlx")
 _NAME = re.compile(r"step_(\d{6,})")
 _SET_ASIDE_MANIFEST = f"{MANIFEST}.damaged"
@@ -341,6 +343,12 @@ def commit(folder: Storage, manifest: Manifest) -> None:
     for name in set(folder.names()) - set(manifest.files):
         (folder / name).delete()
     (folder / MANIFEST).write_text(manifest.to_json())
+
+
+def mark_saved(run: Storage) -> None:
+    """Notes in a run's folder that the run has had a complete checkpoint."""
+    if not (mark := run / SAVED).exists():
+        mark.write_text("a checkpoint of this run was complete\n")
 
 
 def set_aside(checkpoint: CheckpointEntry) -> None:

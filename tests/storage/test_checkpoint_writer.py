@@ -111,6 +111,7 @@ def entries(writer: CheckpointWriter) -> list[tuple[str, list[str]]]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_saved_checkpoint_is_complete_and_reported_once(ranks: int, on_ranks: OnRanks, where: Where) -> None:
     results = on_ranks(ranks, save_two, where)
+    assert (open_storage(where[0]) / checkpoint_catalog.SAVED).exists()
     files = ["manifest.json", *(f"rank_{rank:05d}.safetensors" for rank in range(ranks))]
     assert (
         results
