@@ -7,11 +7,12 @@ Left out: the checksums of the files, which are verified when a checkpoint is lo
 
 from __future__ import annotations
 
-import argparse
 import shlex
+import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from rlx.runs.run_folder import finished_metrics, saved_config
 from rlx.storage import checkpoint_catalog, checkpoint_manifest
 from rlx.storage.addresses import join_address, open_storage, without_options
 from rlx.storage.checkpoint_catalog import CheckpointEntry, CheckpointState
-from rlx.storage.filesystem import Storage, explain
+from rlx.storage.filesystem import Storage, StorageError, explain
 from rlx.tracking.console import table_text
 
 LISTED_METRICS = ("reward/mean", DEFAULT_METRIC, "kl/ref")
@@ -68,10 +69,15 @@ class StoredRun:
     def best_by(self) -> str:
         return (self.config.checkpoint.best_by if self.config else None) or DEFAULT_METRIC
 
-    @property
+    @cached_property
     def best(self) -> CheckpointEntry | None:
+        """What NAME@best gives; None if that is refused, e.g. because a damaged one may be it."""
         mode = self.config.checkpoint.best_mode if self.config else "max"
-        return checkpoint_catalog.best_checkpoint(self.complete, self.best_by, mode)
+        entries = [checkpoint.entry for checkpoint in self.checkpoints]
+        try:
+            return checkpoint_catalog.whole_best(self.folder, entries, self.best_by, mode)
+        except StorageError:
+            return None
 
     @property
     def bytes(self) -> int:
@@ -110,9 +116,10 @@ def run_of(which: str) -> str:
 
 
 def run_argument(text: str) -> str:
-    """The value of an argument that names a run, for argparse."""
+    """The value of an argument that names a run, for argparse; what is a checkpoint ends the command with one line."""
     if (run := run_of(text)) != text:
-        raise argparse.ArgumentTypeError(f"{text} is a checkpoint; give the run: {run}")
+        print(f"error: {text} is a checkpoint; give the run: {run}", file=sys.stderr)
+        sys.exit(2)  # argparse would name the argument, and end with a word on all options
     return text
 
 

@@ -6,6 +6,7 @@ Left out: the checkpoints' own files (rlx.storage) and what is written while a r
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -114,12 +115,33 @@ def locate(which: str, storage: str) -> tuple[str, Storage]:
     """
     if "/" not in which:
         return join_address(storage, "runs", which), find(open_storage(storage, create=False) / "runs", which)
-    folder = open_storage(which, create=False)
+    address, folder = resolve_address(which), open_storage(which, create=False)
     if not holds_run(folder):
         holder = claims.holder(folder)
-        instead = f": it is being started by {holder}" if holder else checkpoint_catalog.instead_of(folder)
+        instead = f": it is being started by {holder}" if holder else _instead_of(folder, address)
         raise ConfigError(f"no run in {folder.path}{instead}")
-    return resolve_address(which), folder
+    return address, folder
+
+
+def _instead_of(run: Storage, address: str) -> str:
+    """Says what a folder is in place of a run's, and where it belongs; empty if that is not known, or it is none.
+
+    Args:
+        address: of the folder, as the text names it.
+    """
+    try:
+        names = run.names()
+    except NotADirectoryError:
+        return ""
+    if "config.json" in names:
+        return f": it is the folder of a model; --model.path {address} trains it, transformers loads it"
+    if "adapter_config.json" in names:
+        return ": it has only adapters of a model; --from continues those of a run"
+    models = ("models", "config.json", "--model.path {} trains one, transformers loads it")
+    for held, file, use in (models, ("runs", "run.json", "give one of them, e.g. {}")):
+        if found := list(itertools.islice((name for name in names[:100] if (run / name / file).exists()), 3)):
+            return f": it holds {held} ({', '.join(found)}); {use.format(join_address(address, found[0]))}"
+    return ""
 
 
 def saved_config(folder: Storage) -> dict[str, Any]:
@@ -274,6 +296,8 @@ def checkpoint_of(which: str, storage: str) -> tuple[str, CheckpointEntry]:
         address, folder = resolve_address(run), open_storage(run, create=False)
         if checkpoint_catalog.is_checkpoint_name(folder.name):
             return address, _complete(checkpoint_catalog.read_checkpoint(folder))
+        if instead := "" if holds_run(folder) else _instead_of(folder, address):
+            raise StorageError(f"no complete checkpoint in {folder.path}{instead}")
     else:
         address, runs = join_address(storage, "runs", run), open_storage(storage, create=False) / "runs"
         if Path(run, "config.json").is_file() and not (runs / run).exists():  # a model, which the error says

@@ -8,7 +8,6 @@ chosen. Left out: the content of the files (checkpoint_files.py) and writing the
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import os
 import re
@@ -248,20 +247,19 @@ def find_checkpoint(run: Storage, which: str, metric: str, mode: str) -> Checkpo
         metric: the metric of "best"; `mode` as in `best_checkpoint`.
 
     Raises:
-        StorageError: there is no such complete checkpoint, or the best one is damaged; the text lists those that exist,
-            or says what the folder is in place of a run's.
+        StorageError: there is no such complete checkpoint, or the best one is damaged; the text lists those that exist.
     """
     entries = list_checkpoints(run)
     complete = [entry for entry in entries if entry.manifest]
     if not complete:
         problems = "; ".join(f"{entry.name}: {entry.problem}" for entry in entries)
-        raise StorageError(f"no complete checkpoint in {run.path}{f' ({problems})' if problems else instead_of(run)}")
+        raise StorageError(f"no complete checkpoint in {run.path}{f' ({problems})' if problems else ''}")
     if which == "newest":
         for entry in _damaged(entries[entries.index(complete[-1]) :]):
             _LOG.warning("checkpoint %s is not used, %s is: %s", entry.name, complete[-1].name, entry.problem)
         return complete[-1]
     if which == "best":
-        return _whole_best(run, entries, metric, mode)
+        return whole_best(run, entries, metric, mode)
     name = checkpoint_name(int(which)) if which.isdecimal() else which
     named = next((entry for entry in entries if entry.name == name), None)
     if named and named.problem:
@@ -272,16 +270,16 @@ def find_checkpoint(run: Storage, which: str, metric: str, mode: str) -> Checkpo
     raise StorageError(f"no checkpoint {which} in {run.path}, there are {', '.join(names)}{nearest(which, names)}")
 
 
-def _whole_best(run: Storage, entries: Sequence[CheckpointEntry], metric: str, mode: str) -> CheckpointEntry:
-    """Returns the best checkpoint of a run.
+def whole_best(run: Storage, entries: Sequence[CheckpointEntry], metric: str, mode: str) -> CheckpointEntry:
+    """Returns the best of all checkpoints of a run; parameters as for `find_checkpoint`.
 
     Raises:
-        StorageError: it is damaged, or one that may be the best is; or there is none.
+        StorageError: it is damaged, or one that may be the best is or cannot be read; or there is none.
     """
     as_written = [_as_written(entry) for entry in entries]
     if not (best := best_checkpoint(as_written, metric, mode)):
         raise StorageError(f"no checkpoint in {run.path} has {metric}: other steps measured it (eval.every)")
-    unknown = [entry for entry in _damaged(as_written) if not entry.manifest]
+    unknown = [each for each in as_written if not each.manifest and each.state is not CheckpointState.UNFINISHED]
     if wrong := best if best.problem else next(iter(unknown), None):
         which = "the best" if wrong is best else "which may be the best"
         raise StorageError(
@@ -303,27 +301,6 @@ def _as_written(checkpoint: CheckpointEntry) -> CheckpointEntry:
         with suppress(OSError, ValueError):
             return replace(entry, manifest=Manifest.from_json((entry.folder / name).read_text()))
     return checkpoint
-
-
-def instead_of(run: Storage) -> str:
-    """Says what else a folder without checkpoints is, and where it belongs; empty if that is not known."""
-    names, shown = run.names(), run.path
-    if "config.json" in names:
-        return f": it is the folder of a model; --model.path {shown} trains it, transformers loads it"
-    if "adapter_config.json" in names:
-        return ": it has only adapters of a model; --from continues those of a run"
-    if models := _having(run, names, "config.json"):
-        return (
-            f": it holds models ({', '.join(models)}); --model.path {shown}/{models[0]} trains one, transformers loads "
-            "it"
-        )
-    runs = _having(run, names, "run.json")
-    return f": it holds runs ({', '.join(runs)}); give one of them, e.g. {shown}/{runs[0]}" if runs else ""
-
-
-def _having(folder: Storage, names: Sequence[str], file: str) -> list[str]:
-    """The first few folders in a folder that have a file."""
-    return list(itertools.islice((name for name in names[:100] if (folder / name / file).exists()), 3))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

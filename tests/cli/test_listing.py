@@ -24,7 +24,7 @@ from rlx.runs import run_folder
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_manifest import Manifest
-from rlx.storage.filesystem import Storage
+from rlx.storage.filesystem import Storage, StorageError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -167,6 +167,20 @@ def test_without_a_best_there_is_a_newest(storage: str, shown: Shown) -> None:
     assert commands(text)[1][3] == "plain@newest"
 
 
+@pytest.mark.parametrize("damage", ["rank_00000.safetensors", "manifest.json"])
+def test_a_best_that_would_be_refused_is_not_named(damage: str, storage: str, shown: Shown) -> None:
+    """Neither the damaged one, nor the next one in its place."""
+    Path(storage, "runs/try1/step_000010", damage).write_text("{}")
+    text = shown("try1", "--storage", storage)
+    assert [row["which"] for row in cells(text)] == ["", "newest", "", ""]
+    assert [command[2:5] for command in commands(text)[1:]] == [
+        ["--from", "try1@newest", "--storage"],
+        ["try1", "--checkpoint", "newest"],
+    ]
+    with pytest.raises(StorageError, match="best by eval/accuracy, cannot be used"):
+        run_folder.checkpoint_of("try1@best", storage)
+
+
 def test_the_best_is_by_what_the_run_says(storage: str, shown: Shown) -> None:
     make_run(storage, "other", checkpoint={"best_by": "eval/length", "best_mode": "min"})
     for step, length in ((1, 3.0), (2, 2.0), (3, 4.0)):
@@ -249,7 +263,7 @@ def test_the_run_of_what_may_name_a_checkpoint(which: str, run: str) -> None:
 def test_a_checkpoint_is_answered_with_its_run(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         rlx.main([command, "try1@best"])
-    assert "error: RUN: try1@best is a checkpoint; give the run: try1 (" in capsys.readouterr().err
+    assert capsys.readouterr().err == "error: try1@best is a checkpoint; give the run: try1\n"
 
 
 def test_a_run_without_checkpoints(storage: str, shown: Shown) -> None:
@@ -264,6 +278,10 @@ def test_a_run_without_checkpoints(storage: str, shown: Shown) -> None:
     [
         ("tyr1", "error: no run 'tyr1' in {here}/kept/runs; nearest: try1\n"),
         ("kept/runs/tyr1", "error: no run in {here}/kept/runs/tyr1\n"),
+        (
+            "kept/runs/try1/run.json",
+            "error: no run in {here}/kept/runs/try1/run.json\n",
+        ),
         (
             "kept/runs",
             "error: no run in {here}/kept/runs: it holds runs (try1); give one of them, e.g. {here}/kept/runs/try1\n",
@@ -285,6 +303,7 @@ def test_a_listing_is_the_same_on_s3(bucket: str, shown: Shown) -> None:
     assert (row["state"], row["which"]) == ("complete", "newest, best")
     assert time.time() - time.mktime(time.strptime(row["written"], "%Y-%m-%d %H:%M")) < 300
     assert commands(text)[1][2:] == ["--from", "far@best", "--storage", bucket]
+    assert shown(f"{bucket}/runs", code=1).endswith(f"it holds runs (far); give one of them, e.g. {bucket}/runs/far\n")
     (start, export) = commands(shown(f"{bucket}/runs/far"))
     assert start[2:] == ["--from", f"{bucket}/runs/far/step_000010"] and export[2:] == start[3:]
 
