@@ -205,17 +205,14 @@ class CheckpointWriter:
                 raise StorageError(error_of_first)
             files = {outcome.name: outcome.record for outcome in outcomes}
             complete = manifest.model_copy(update={"files": files})
-            self._ranks.on_first(partial(self._commit, folder, complete), what)
+            self._ranks.on_first(partial(checkpoint_catalog.commit, folder, complete), what)
+            self._ranks.on_first(partial(checkpoint_catalog.mark_saved, self.run), what)
         except StorageError as error:
             raise StorageError(str(error) + self._discard(folder)) from error
         metrics = {**manifest.metrics, **manifest.evaluation, "step": manifest.step}
         problem = _prune(self._ranks, self.run, self.retention)
         news, self._cannot_prune = "" if self._cannot_prune else problem, bool(problem)
         return FinishedCheckpoint(folder, time.monotonic() - started, metrics, news)
-
-    def _commit(self, folder: Storage, manifest: Manifest) -> None:
-        checkpoint_catalog.commit(folder, manifest)
-        checkpoint_catalog.mark_saved(self.run)
 
     def _discard(self, folder: Storage) -> str:
         """Deletes a half-written checkpoint; returns the end of an error's text: which checkpoint is the newest."""
