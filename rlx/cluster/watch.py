@@ -26,6 +26,8 @@ _LOOK_S, _LOOK_AT_DISK_S = 1.0, 10.0
 _FULL_BYTES = 1 << 20
 _SPILLED_BYTES = 100 << 20
 """what Ray writes to the disk at once: its min_spilling_size. Where it does not fit, Ray tries for ever"""
+_ANSWER_S = 5.0
+"""for a storage to say whether a run has begun"""
 _MOST_OF_DISK = 0.95
 """share of a disk beyond which Ray writes no more objects to it: its local_fs_capacity_threshold"""
 _SPILLED_FROM = 0.8
@@ -55,11 +57,25 @@ def _watch(needed: dict[int, str], way_on: Callable[[], str], signal_received: C
     dead, number = ", ".join(needed[pid] for pid in needed if pid not in left), signal_received()
     show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
     said = "interrupted:" if number else f"error: Ray's {dead} died{lack_of_room(ray_folder())};"
-    print(f"{show_cursor}{said} {way_on()}", file=sys.stderr, flush=True)
+    print(f"{show_cursor}{said} {_in_time(way_on)}", file=sys.stderr, flush=True)
     for pid in left:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)  # the workers end with their raylet
     os._exit(128 + number if number else 1)  # every call of Ray would wait for the dead
+
+
+def _in_time(way_on: Callable[[], str]) -> str:
+    """What a function says that looks at a storage, which may hang or fail where Ray dies."""
+    said = list[str]()
+
+    def ask() -> None:
+        with suppress(Exception):
+            said.append(way_on())
+
+    asked = threading.Thread(target=ask, daemon=True)
+    asked.start()
+    asked.join(_ANSWER_S)
+    return said[0] if said else "the storage does not answer; --resume goes on with what has begun"
 
 
 def lack_of_room(folder: Path) -> str:
@@ -78,7 +94,7 @@ def _watch_disk(way_on: Callable[[], str], notify: Notify) -> None:
             notify(
                 f"warning: Ray's object store is full, and so is {ray_folder()}, where it would keep more: the run may "
                 f"stand still. Free some of that disk; or end the run and set RAY_TMPDIR to another disk, then "
-                f"{way_on()}"
+                f"{_in_time(way_on)}"
             )
             return
         time.sleep(_LOOK_AT_DISK_S)

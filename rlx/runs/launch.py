@@ -35,14 +35,14 @@ from rlx.runs import relay
 from rlx.runs.mailbox import CHECKPOINT_PATH, JobSpec
 from rlx.runs.preflight import PreparedRun, companions, prompt_tables
 from rlx.runs.processes import RunProcesses
-from rlx.runs.run_folder import check_new, check_start, write_record
+from rlx.runs.run_folder import check_new, check_start, saved_config, write_record
 from rlx.runs.train_run import RunLostError, RunStopped
 from rlx.samples import last_page
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage, StorageError, check_writable
 from rlx.storage.signatures import SIGNATURE, Signer
-from rlx.tracking import outbox, provenance, tracker
+from rlx.tracking import changes, outbox, provenance, tracker
 from rlx.tracking.base import RunStatus, Tracker, TrackingService
 from rlx.tracking.parameters import params_of
 from rlx.tracking.startup import StartUp
@@ -273,7 +273,7 @@ def _open_record(
     """Writes the run's config and opens its MLflow run: a new one, or the one that a resume continues."""
     config = prepared.config
     if resume:
-        _go_on(folder, notify)
+        _go_on(folder, config.model_dump(mode="json"), notify)
     else:
         check_new(prepared.name, folder)
         if not parent:  # else each trial would read the whole model
@@ -293,11 +293,12 @@ def _open_record(
     return record
 
 
-def _go_on(folder: Storage, notify: Notify) -> None:
-    """Prepares the folder of a run for a resume."""
+def _go_on(folder: Storage, tree: Mapping[str, Any], notify: Notify) -> None:
+    """Prepares the folder of a run for a resume with the settings of a tree."""
     (folder / _TRAIN_RECORD).delete()
-    if not checkpoint_catalog.was_saved(folder):
+    if begins_again := not checkpoint_catalog.was_saved(folder):
         notify("no checkpoint yet: the run begins again with its first step")
+    changes.note_resume(folder, saved_config(folder) if begins_again else tree, tree)
 
 
 def _signed(folder: Storage, tree: Mapping[str, Any], parent: Parent | None) -> str:

@@ -296,8 +296,8 @@ def checkpoint_of(which: str, storage: str) -> tuple[str, CheckpointEntry]:
         address, folder = resolve_address(run), open_storage(run, create=False)
         if checkpoint_catalog.is_checkpoint_name(folder.name):
             return address, _complete(checkpoint_catalog.read_checkpoint(folder))
-        if instead := "" if holds_run(folder) else _instead_of(folder, address):
-            raise StorageError(f"no complete checkpoint in {folder.path}{instead}")
+        if not (holds_run(folder) or checkpoint_catalog.list_checkpoints(folder)):
+            raise StorageError(f"no complete checkpoint in {folder.path}{_instead_of(folder, address)}")
     else:
         address, runs = join_address(storage, "runs", run), open_storage(storage, create=False) / "runs"
         if Path(run, "config.json").is_file() and not (runs / run).exists():  # a model, which the error says

@@ -41,10 +41,22 @@ def note_changes(folder: Storage, tree: Mapping[str, Any], start: CheckpointEntr
     step, changed = (manifest.step, steps_differ_in(manifest.config, tree)) if manifest else (0, set())
     again = bool(changed) or max(known, default=-1) >= step
     if again:  # also when nothing changes now: later resumes have the same steps to do again
-        noted = {at: keys for at, keys in known.items() if at < step} | {step: sorted(changed)}
-        write = partial((folder / CHANGES).write_text, _CHANGES.dump_json(noted).decode())
-        retry(write, f"writing {(folder / CHANGES).path}")
+        _write(folder, {at: keys for at, keys in known.items() if at < step} | {step: sorted(changed)})
     return again
+
+
+def note_resume(folder: Storage, before: Mapping[str, Any], tree: Mapping[str, Any]) -> None:
+    """Keeps what changes where a run without a checkpoint begins again; call it before workers start.
+
+    Args:
+        before: the settings with which it began.
+
+    Raises:
+        ConfigError, StorageError: as `note_changes`.
+    """
+    known = retry(partial(noted_changes, folder), f"reading {folder.path}")
+    if changed := steps_differ_in(before, tree):
+        _write(folder, known | {0: sorted(changed)})
 
 
 def noted_changes(folder: Storage) -> dict[int, list[str]]:
@@ -62,3 +74,8 @@ def noted_changes(folder: Storage) -> dict[int, list[str]]:
         return _CHANGES.validate_json(file.read_text())
     except ValueError:
         raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
+
+
+def _write(folder: Storage, noted: dict[int, list[str]]) -> None:
+    file = folder / CHANGES
+    retry(partial(file.write_text, _CHANGES.dump_json(noted).decode()), f"writing {file.path}")

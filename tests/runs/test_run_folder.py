@@ -33,6 +33,7 @@ from rlx.storage.checkpoint_manifest import Manifest
 from rlx.storage.claims import ClaimedError
 from rlx.storage.filesystem import StorageError
 from rlx.storage.signatures import Signer
+from rlx.tracking.changes import noted_changes
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = {5: 0.2, 10: 0.9, 15: 0.5}
@@ -140,6 +141,14 @@ def test_a_checkpoint_on_s3_is_named_alike(bucket: str, s3_server: str) -> None:
     ):
         address, found = checkpoint_of(which, storage)
         assert (address, found.step) == (f"{bucket}/runs/a/step_{step:06d}{query}", step)
+
+
+def test_checkpoints_that_were_copied_beside_a_model_are_found(tmp_path: Path) -> None:
+    put(tmp_path, 10)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    for which in (f"{tmp_path}", f"{tmp_path}@10"):
+        assert run_folder.checkpoint_of(which, "elsewhere")[1].step == 10
 
 
 def test_the_best_is_by_what_the_run_says(tmp_path: Path) -> None:
@@ -604,11 +613,14 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path
 
 def test_a_resume_without_a_checkpoint_says_that_the_run_begins_again(tmp_path: Path) -> None:
     said: list[str] = []
-    folder = open_storage(str(tmp_path))
-    launch._go_on(folder, said.append)
+    folder, now = open_storage(str(tmp_path)), settings(train__actor_lr=2e-3)
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings()))
+    launch._go_on(folder, now, said.append)
     assert said == ["no checkpoint yet: the run begins again with its first step"]
+    assert noted_changes(folder) == {0: ["train.actor_lr"]}
     put(tmp_path, 5)
-    launch._go_on(folder, said.append)
+    launch._go_on(folder, now, said.append)
     assert len(said) == 1
 
 

@@ -74,3 +74,17 @@ def test_a_damaged_note_is_one_line(tmp_path: Path) -> None:
     (tmp_path / changes.CHANGES).write_text('{"a": 1}')
     with pytest.raises(ConfigError, match=r"changes\.json is damaged: it is not what rlx wrote$"):
         changes.noted_changes(open_storage(str(tmp_path)))
+
+
+def test_a_run_that_begins_again_with_other_settings_does_its_steps_again(tmp_path: Path) -> None:
+    folder = open_storage(str(tmp_path))
+    changes.note_resume(folder, settings(), settings(train__steps=90))
+    assert changes.noted_changes(folder) == {}
+    changes.note_resume(folder, settings(), settings(train__actor_lr=2e-3))
+    assert changes.noted_changes(folder) == {0: ["train.actor_lr"]}
+    # A resume that goes on with them, and one that is killed before it is there.
+    changes.note_resume(folder, settings(train__actor_lr=2e-3), settings(train__actor_lr=2e-3))
+    assert noted(tmp_path, 0, train__actor_lr=2e-3)[0]
+    (tmp_path / changes.CHANGES).write_text("[1]")
+    with pytest.raises(ConfigError, match="it is not what rlx wrote"):
+        changes.note_resume(folder, settings(), settings())
