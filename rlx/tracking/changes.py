@@ -1,7 +1,8 @@
 """At which steps of a run resumes have changed settings that its steps depend on.
 
 Most checkpoints are deleted, and with them what their steps were done with; changes.json in the run's folder stays.
-It is written once a checkpoint is restored: a resume that ends before that changes nothing.
+It is written once a checkpoint is restored: a resume that ends before that changes nothing. Only where there
+is none, and a run begins again, it is written before workers start.
 Left out: which settings a resume may change (rlx.runs), and the values that they had.
 """
 
