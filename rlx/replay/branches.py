@@ -103,14 +103,19 @@ def branch_to(run: RecordedRun, step: int, *, trust: bool = False) -> Branch:
     """
     if not 1 <= step <= run.steps:
         raise ConfigError(f"--step {step}: run {run.name} has steps 1 to {run.steps}")
-    start, end = run.before(step), run.after(step)
+    refuse_unknown(run, step, f"--step {step}")
+    return Branch(run, run.before(step), step, trust=trust)
+
+
+def refuse_unknown(run: RecordedRun, step: int, asked: str) -> None:
+    """Raises ConfigError if nothing tells with which settings a step was done; `asked`: what the error is said of."""
     if unknown := run.unknown_at(step):
+        start, end = run.before(step), run.after(step)
         between = f"steps {start.step if start else 0} and {end.step if end else run.steps}"
         raise ConfigError(
-            f"--step {step}: a resume of run {run.name} changed {', '.join(unknown)} between {between}, and the "
+            f"{asked}: a resume of run {run.name} changed {', '.join(unknown)} between {between}, and the "
             "checkpoint where it began is deleted: nothing tells the settings of the steps between"
         )
-    return Branch(run, start, step, trust=trust)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from rlx.analysis.statistics import Estimate, mean_interval
 from rlx.config.errors import ConfigError
 from rlx.config.experiment import followers
 from rlx.config.loading import from_tree, with_overrides
+from rlx.replay import branches
 from rlx.replay.branches import Branch
 from rlx.replay.comparing import step_completions
 from rlx.replay.recorded import RecordedRun
@@ -66,6 +67,7 @@ def pair_of(
     if fixed := [key for key in changes if run_folder.is_fixed(key)]:
         raise ConfigError(f"{fixed[0]} cannot change within a run: start a new one with rlx train")
     control = Branch(run, start, step + steps, trust=trust)
+    _refuse_changes(run, control.steps)
     recorded = from_tree(control.tree())
     if unchanged := [key for key in changes if not _has_effect(key, control.tree(), changes)]:
         raise ConfigError(f"--set {unchanged[0]}={changes[unchanged[0]]}: that is its value in run {run.name}")
@@ -82,6 +84,19 @@ def pair_of(
         Branch(run, start, control.until, longer, trust),
         Branch(run, start, control.until, {**longer, **following, **changes}, trust),
     )
+
+
+def _refuse_changes(run: RecordedRun, steps: range) -> None:
+    """Raises ConfigError if not all steps of a control were done with the settings of its first one."""
+    start = steps[0] - 1
+    branches.refuse_unknown(run, steps[0], f"{run.name}@{start}")
+    if change := run.change_within(steps):
+        at, keys = change
+        later = f", or start from {run.name}@{at}" if run.at(at) else ""
+        raise ConfigError(
+            f"--steps {len(steps)}: a resume of run {run.name} changed {', '.join(keys)} after step {at}: "
+            f"at most {at - start} steps from {run.name}@{start}{later}"
+        )
 
 
 def _has_effect(key: str, tree: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:

@@ -1,6 +1,7 @@
 """Two branches from one checkpoint: which there are, and their answers question by question."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -77,6 +78,27 @@ def test_pairs_that_cannot_be(step: int, steps: int, changes: dict[str, Any], li
     with pytest.raises(ConfigError) as error:
         pairs.pair_of(run_of(tmp_path), step, steps, changes)
     assert line in str(error.value)
+
+
+def test_a_control_goes_no_further_than_its_settings_hold(tmp_path: Path) -> None:
+    """The run went on from step 20 with another learning rate, which the checkpoint of step 30 has."""
+    changed = {"algorithm.clip_high": 0.28}
+    run_of(tmp_path, train__actor_lr=1e-3)
+    run = run_of(tmp_path, steps=(30,), train__actor_lr=2e-3)
+    for told in (run, replace(run, changes={20: ["train.actor_lr"], 25: []})):  # not told: by an earlier version
+        assert pairs.pair_of(told, 10, 10, changed)[0].until == 20
+        assert pairs.pair_of(told, 20, 10, changed)[0].until == 30
+        said = "--steps 11: a resume of run a changed train.actor_lr after step 20: at most 10 steps from a@10"
+        with pytest.raises(ConfigError, match=rf"^{said}, or start from a@20$"):
+            pairs.pair_of(told, 10, 11, changed)
+
+
+def test_a_pair_starts_where_the_next_settings_are_known(tmp_path: Path) -> None:
+    """The checkpoint of step 15, after which a resume changed the learning rate, is deleted."""
+    run = replace(run_of(tmp_path), changes={15: ["train.actor_lr"]})
+    for steps in (2, 20):
+        with pytest.raises(ConfigError, match=r"^a@10: a resume of run a changed train.actor_lr between steps 10 and"):
+            pairs.pair_of(run, 10, steps, {"algorithm.clip_high": 0.28})
 
 
 def test_pairs_have_names_of_their_own(tmp_path: Path) -> None:
