@@ -1,6 +1,7 @@
-"""Whether an address holds a password, key or token, which would be kept with a run: one check for all addresses.
+"""What no address may hold: one check for all of them. A password, key or token would be kept with a run; and what no
+file or server can be called ends in errors of whatever opens it.
 
-It reads an address as some server may read it: escapes of escapes, backslashes, options after "?", "&", ";" and "#",
+For secrets it reads an address as some server may read it: escapes of escapes, backslashes, options after "?", "&", ";" and "#",
 and addresses within options. Left out: keys that look like names, in a place that says nothing of a key.
 """
 
@@ -41,6 +42,31 @@ _INSTEAD = {
 }
 
 
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes, on Linux
+
+
+def why_unusable(address: str) -> str:
+    """Why nothing can have this address or path; empty if something may."""
+    if "\0" in address:
+        return "it has a null byte in it"
+    try:
+        path = address.encode()
+    except UnicodeEncodeError:
+        return "it is no text in UTF-8"
+    if "://" in address and not address.startswith(("file:", "sqlite:")):
+        return ""
+    if len(path) > _LONGEST_PATH:
+        return f"a path has {_LONGEST_PATH} bytes at most, and this one {len(path)}"
+    longest = max(map(len, path.split(b"/")))
+    return f"a file's name has {_LONGEST_NAME} bytes at most, and one here {longest}" if longest > _LONGEST_NAME else ""
+
+
+def _refuse_unusable(address: str) -> str:
+    if reason := why_unusable(address):
+        raise ValueError(reason)
+    return address
+
+
 def _refuse_secret(address: str, info: pydantic.ValidationInfo) -> str:
     if holds_secret(address):
         instead = _INSTEAD.get(info.field_name or "", "put it into the environment (AWS_SECRET_ACCESS_KEY, HF_TOKEN)")
@@ -48,7 +74,12 @@ def _refuse_secret(address: str, info: pydantic.ValidationInfo) -> str:
     return address
 
 
-Address = Annotated[str, pydantic.AfterValidator(_refuse_secret), pydantic.AfterValidator(os.path.expanduser)]
+Address = Annotated[
+    str,
+    pydantic.AfterValidator(_refuse_secret),
+    pydantic.AfterValidator(_refuse_unusable),
+    pydantic.AfterValidator(os.path.expanduser),
+]
 """a setting that takes an address, though it may also be a folder, which may begin with ~, or a name"""
 
 

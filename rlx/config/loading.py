@@ -12,7 +12,6 @@ import os
 import re
 import typing
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +114,7 @@ def _check_beside(
 
 def _leads_from(folder: Path, path: str) -> bool:
     """Whether a path from a folder exists or, as a glob with ** for any folders, matches anything."""
-    if os.path.exists(folder / path):  # Path.exists fails if a name is too long
-        return True
-    with suppress(ValueError):  # a null byte
-        return any(glob.iglob(path, root_dir=folder, recursive=True, include_hidden=True))
-    return False
+    return (folder / path).exists() or any(glob.iglob(path, root_dir=folder, recursive=True, include_hidden=True))
 
 
 def steps_differ_in(tree: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:

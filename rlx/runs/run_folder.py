@@ -7,11 +7,12 @@ Left out: the checkpoints' own files (rlx.storage) and what is written while a r
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 from rlx.config.errors import ConfigError, nearest, one_line
@@ -91,13 +92,12 @@ def find(runs: Storage, name: str) -> Storage:
     Raises:
         ConfigError: there is no run of that name; the text has the nearest name.
     """
-    if "/" not in name and len(name) <= 128 and holds_run(runs / name):
-        return runs / name
     names = runs.names()
     if name in names:
+        if holds_run(runs / name):
+            return runs / name
         interrupted = f"has not begun, its start was interrupted: rlx train --name {name} begins it"
-        holder = claims.holder(runs / name)
-        state = f"is being started by {holder}" if holder else interrupted
+        state = f"is being started by {holder}" if (holder := claims.holder(runs / name)) else interrupted
         raise ConfigError(f"run {name!r} in {runs.path} {state}")
     begun = [each for each in names if holds_run(runs / each)]
     raise ConfigError(f"no run {name[:128]!r} in {runs.path}{nearest(name, begun)}")
@@ -300,7 +300,7 @@ def checkpoint_of(which: str, storage: str) -> tuple[str, CheckpointEntry]:
             raise StorageError(f"no complete checkpoint in {folder.path}{_instead_of(folder, address)}")
     else:
         address, runs = join_address(storage, "runs", run), open_storage(storage, create=False) / "runs"
-        if Path(run, "config.json").is_file() and not (runs / run).exists():  # a model, which the error says
+        if os.path.isfile(f"{run}/config.json") and not (runs / run).exists():  # a model, which the error says
             return checkpoint_of(f"./{which}", storage)
         folder = find(runs, run)
     settings = _checkpoint_settings(folder)

@@ -16,8 +16,8 @@ from typing import Any
 
 from pyarrow import fs
 
-from rlx.config.addresses import holds_secret, names_secret
-from rlx.config.errors import nearest, one_line
+from rlx.config.addresses import holds_secret, names_secret, why_unusable
+from rlx.config.errors import nearest, one_line, printable
 from rlx.config.loading import parse_yaml
 from rlx.config.reach import why_silent
 from rlx.storage.filesystem import Storage, StorageError, explain
@@ -53,8 +53,10 @@ def resolve_address(address: str) -> str:
     """Returns an absolute path or a URI for the address; it means the same in any working directory.
 
     Raises:
-        StorageError: the profile cannot be used, or the address holds a key.
+        StorageError: the profile cannot be used, the address holds a key, or no folder can be called so.
     """
+    if reason := why_unusable(address):
+        raise StorageError(f"storage {printable(address[:80])}: {reason}")
     if (found := _SCHEME.match(address)) and not (found[2] == "//" and found[1] in _SCHEMES):
         scheme = found[1]
         hint = f"; write {scheme}://" if scheme in _SCHEMES else nearest(scheme, _SCHEMES)

@@ -74,6 +74,31 @@ def test_an_address_with_a_secret_is_refused_and_never_shown(address: str, setti
         assert ("would be saved with the run: " in str(refused.value)) == (form is address)
 
 
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("a\0b", "it has a null byte in it"),
+        ("s3://bucket/a\0b", "it has a null byte in it"),
+        ("a\udcffb", "it is no text in UTF-8"),
+        ("a" * 300, "a file's name has 255 bytes at most, and one here 300"),
+        (f"/tmp/{'é' * 128}/x.jsonl", "a file's name has 255 bytes at most, and one here 256"),
+        (f"file:///tmp/{'a' * 300}", "a file's name has 255 bytes at most, and one here 300"),
+        (f"sqlite:////tmp/{'a' * 300}", "a file's name has 255 bytes at most, and one here 300"),
+        ("/a" * 3000, "a path has 4095 bytes at most, and this one 6000"),
+    ],
+)
+def test_what_no_file_or_server_can_be_called_is_refused_by_name(address: str, reason: str, setting: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^config: {setting} = '.*: {reason}$") as refused:
+        from_tree(SETTINGS[setting](address))
+    assert len(str(refused.value)) < 400 and str(refused.value).isprintable()
+
+
+def test_long_names_that_are_no_files_are_taken() -> None:
+    for address in (f"http://h/{'a' * 300}", f"s3://bucket/{'a' * 300}", "a" * 255):
+        assert from_tree(SETTINGS["storage"](address)).storage == address
+
+
 @pytest.mark.parametrize("setting", ["engine_options", "sampling_options"])
 def test_options_of_vllm_with_a_secret_are_refused_and_never_shown(setting: str) -> None:
     options = {"skip_reading_prefix_cache": [{"url": "http://u:SENTINEL@h/"}]}

@@ -326,6 +326,14 @@ def test_other_errors_than_of_the_storage_are_not_retried() -> None:
     assert waits == []
 
 
+@pytest.mark.parametrize("address", ["a\0b", "file:///a\0b", "a\udcff", "file:///" + "a" * 300, "/a" * 3000])
+@pytest.mark.parametrize("function", [resolve_address, open_storage, local_folder])
+def test_an_address_that_no_folder_can_have_is_refused(address: str, function: Callable[[str], object]) -> None:
+    with pytest.raises(StorageError, match=r"^storage .*: (it |a path has|a file's name has)") as refused:
+        function(address)
+    assert str(refused.value).isprintable() and len(str(refused.value)) < 200
+
+
 @pytest.mark.parametrize(
     "form",
     [
