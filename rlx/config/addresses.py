@@ -1,8 +1,8 @@
 """What no address may hold: one check for all of them. A password, key or token would be kept with a run; and what no
 file or server can be called ends in errors of whatever opens it.
 
-For secrets it reads an address as some server may read it: escapes of escapes, backslashes, options after "?", "&", ";" and "#",
-and addresses within options. Left out: keys that look like names, in a place that says nothing of a key.
+For secrets it reads an address as some server may read it: escapes of escapes, backslashes, options after "?", "&", ";"
+and "#", and addresses within options. Left out: keys that look like names, in a place that says nothing of a key.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -124,12 +126,12 @@ class Waiting(AgentLoop):
 
 
 class Hung(AgentLoop):
-    """Hangs after its first answer, on its thread or where it can be cancelled."""
+    """Hangs after its first answer, or when there is none, on its thread or where it can be cancelled."""
 
     goes_on = threading.Event()
 
     def play(self, row: TaskRow, seed: int, base_url: str, api_key: str) -> Any:
-        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+        with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client, suppress(openai.OpenAIError):
             client.chat.completions.create(model="policy", messages=[user("a")])
         return Hung.goes_on.wait(60) if row.answer == "thread" else asyncio.Event().wait()
 
@@ -183,6 +185,22 @@ def test_an_agent_that_hangs_where_nothing_ends_it_has_its_process_replaced(wher
     Hung.goes_on.clear()
     reply = asyncio.run(stepped())
     assert reply.is_late and reply.is_stuck == (where == "thread")
+
+
+def test_an_agent_that_goes_on_when_its_episode_is_over_is_told_and_has_its_process_replaced() -> None:
+    """One such agent is too many where one call may run at a time."""
+    host = EnvironmentHost(HostSettings(f"{HERE}Hung", {}, 3.0, 1))
+
+    async def closed() -> Reply:
+        assert not (await host.start("1", Beginning(TaskRow("", "thread"), 0))).failure
+        host.settings = replace(host.settings, timeout_s=0.3)
+        reply = await host.close("1")
+        Hung.goes_on.set()
+        return reply
+
+    Hung.goes_on.clear()
+    reply = asyncio.run(closed())
+    assert reply.failure == "close took longer than 0.3 s" and reply.is_stuck
 
 
 def test_an_agent_that_asks_nothing_is_named() -> None:

@@ -20,8 +20,6 @@ from rlx.environments.agents.wire import Answer
 from rlx.environments.base import Answered, Said
 from rlx.types import TaskRow, TurnLength
 
-_END_S = 1.0  # for which an agent is waited for that was cancelled
-
 
 class AgentLoop:
     """Derive from it and write `play`; the class is then an environment, named module:Class."""
@@ -59,19 +57,15 @@ class AgentLoop:
         return await self._next()
 
     async def close(self) -> None:
-        """Ends the server, and with it an agent that waits for an answer."""
+        """Ends the server, and with it an agent that waits for an answer; returns when the agent has ended."""
         self._agent.cancel()
         await self._endpoint.close()
-        await asyncio.wait({self._agent.result}, timeout=_END_S)
+        await self._agent.wait()
 
     async def _next(self) -> Answered:
         asked = asyncio.ensure_future(self._endpoint.asked())
         try:
-            await asyncio.wait({asked, self._agent.result}, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:  # it took too long; while the agent goes on, this call has not ended either
-            self._agent.cancel()
-            await asyncio.wait({self._agent.result})
-            raise
+            await self._agent.wait(asked)
         finally:
             asked.cancel()
         if self._agent.result.done():
@@ -99,6 +93,18 @@ class AgentThread:
         if self._task:
             with suppress(RuntimeError):  # its loop has ended
                 self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+    async def wait(self, *others: asyncio.Future[Any]) -> None:
+        """Waits until the agent has ended, or one of the others has.
+
+        Where this is cancelled, the call took too long: while the agent goes on, the call has not ended either.
+        """
+        try:
+            await asyncio.wait({self.result, *others}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self.cancel()
+            await asyncio.wait({self.result})
+            raise
 
     def _run(self, play: Callable[..., Any], arguments: Sequence[Any]) -> None:
         try:
