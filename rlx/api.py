@@ -226,7 +226,7 @@ def tuner(
             plan = check_sweep(plan)
             _connect(plan)
             made = make_tuner(plan, storage)
-        made.hold(stack.pop_all())
+        made.hold(stack.pop_all().close)
         made.quiet = quiet
     return made
 
@@ -276,7 +276,7 @@ def resume_tuner(
             _LOG.warning("%d trials have ended before, and will not be in the ResultGrid: %s", ended, of_all)
         _connect(plan)
         made = make_tuner(plan, place)
-        made.hold(stack.pop_all())
+        made.hold(stack.pop_all().close)
         made.quiet = quiet
     return made
 

@@ -229,13 +229,19 @@ class MailboxActor:
 
 
 def start_mailbox() -> Any:
-    """Starts a mailbox actor on this node and returns its handle; it ends when the last handle is gone.
+    """Starts a mailbox actor on this node and returns its handle; `end_mailbox` ends it, or the loss of all handles.
 
     It lives and dies with the driver's node. (With soft affinity, Ray 2.60 puts four of five on other nodes.)
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "max_concurrency": 10_000, "scheduling_strategy": here}
     return ray.remote(MailboxActor).options(**options).remote()
+
+
+def end_mailbox(actor: Any) -> None:
+    """Ends a mailbox actor, whoever still has its handle: Tune keeps those of trials, errors those of their frames."""
+    with suppress(ray.exceptions.RayError):  # Ray has been shut down, or has died
+        ray.kill(actor)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from rlx.environments.trial import host_settings
 from rlx.rewards import reward_model
 from rlx.rollout.engine_actors import EngineSpec, start_engines
 from rlx.rollout.engine_args import adapter_config, engine_args
-from rlx.runs.mailbox import JobSpec, start_mailbox
+from rlx.runs.mailbox import JobSpec, end_mailbox, start_mailbox
 from rlx.runs.preflight import PreparedRun
 from rlx.runs.train_run import END_S, RunStopped, TrainRun
 from rlx.types import Notify, OnReport
@@ -196,7 +196,7 @@ class RunProcesses:
             self._host.close()
         self._host = None
         if self._mailbox is not self._given_mailbox:
-            ray.kill(self._mailbox)  # errors and their frames can hold its handle for long
+            end_mailbox(self._mailbox)
         self._mailbox = self._given_mailbox
 
     def _suitable_workers(self, prepared: PreparedRun) -> TrainRun | None:

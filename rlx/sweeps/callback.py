@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-import ray
 from ray import tune
 from ray.autoscaler.sdk import request_resources
 from ray.tune.experiment import Trial
@@ -71,25 +70,23 @@ def _show_nothing(trial: str, settings: Mapping[str, Any], metrics: Mapping[str,
 
 
 class DriverState:
-    """What lives in this process as long as a sweep runs: handles of actors, the room, who watches, how it was left.
+    """What lives in this process as long as a sweep runs: the room, who watches, how it was left.
 
     Tune pickles its callbacks; a copy has nothing of it.
     """
 
-    def __init__(self, mailbox: Any = None, room: RoomLike | None = None, is_copy: bool = False) -> None:
-        self.mailbox, self.room, self.is_copy = mailbox, room, is_copy
+    def __init__(self, room: RoomLike | None = None, is_copy: bool = False) -> None:
+        self.room, self.is_copy = room, is_copy
         self.watch: Watch = _show_nothing
         self.interrupted = False  # the sweep, before all trials had ended
         self._on_interrupt = signal.getsignal(signal.SIGINT)  # Tune replaces it and does not restore it
 
     def __reduce__(self) -> Any:
-        return DriverState, (None, None, True)
+        return DriverState, (None, True)
 
     def end(self) -> None:
-        """Ends the mailbox; gives back what was asked of an autoscaler, and Ctrl-C."""
+        """Gives back what was asked of an autoscaler, and Ctrl-C."""
         request_resources(bundles=[])
-        if self.mailbox:
-            ray.kill(self.mailbox)  # Tune keeps its handle
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, self._on_interrupt)
 

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from rlx.config.sections.base import flatten
 from rlx.config.sections.data import DataConfig, EvalConfig, held_out_setting
 from rlx.config.sweep import OF_THE_MACHINE
 from rlx.runs import launch, preflight, relay
-from rlx.runs.mailbox import start_mailbox
+from rlx.runs.mailbox import end_mailbox, start_mailbox
 from rlx.runs.run_folder import saved_config
 from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import POWERFUL, Signer
@@ -155,11 +156,11 @@ class SweepTuner(tune.Tuner):
         self.quiet = True  # `fit` prints nothing; rlx.tuner makes Tuners that show what trials do
         self.on_begin: Callable[[], None] | None = None  # see `run_sweep`
         self._held = ExitStack()
+        weakref.finalize(self, self._held.close)
 
-    def hold(self, held: ExitStack) -> None:
-        """Takes what is closed when the trials have ended, or nobody has the Tuner any more: the sweep's claim."""
-        self._held = held
-        weakref.finalize(self, held.close)
+    def hold(self, end: Callable[[], object]) -> None:
+        """Has something ended when the trials have, or nobody has the Tuner any more: its mailbox, its claim."""
+        self._held.callback(end)
 
     def fit(self) -> tune.ResultGrid:
         """Runs the trials, and returns when all have ended. The sweep's run in the tracking services begins here.
@@ -214,10 +215,10 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> SweepTuner:
     source = _trial_source(plan, records, space, known, _options(plan, room, race))
     of_trials = relay.from_driver(plan.tracking, shared.tracking)
     log = TrialLog(plan.tracking, folder, records, schedule, plan.metric, of_trials)
-    driver, of_trial = DriverState(shared.mailbox, room), trainable(plan, storage, shared, most_at_once(plan))
+    driver, of_trial = DriverState(room), trainable(plan, storage, shared, most_at_once(plan))
     if is_new:  # nothing is refused any more
         create_sweep(plan, storage)
-    return SweepTuner(
+    made = SweepTuner(
         plan,
         folder,
         of_trial,
@@ -234,6 +235,8 @@ def make_tuner(plan: SweepPlan, storage: Storage) -> SweepTuner:
         ),
         run_config=_run_config(plan, folder, SweepCallback(plan, log, driver)),
     )
+    made.hold(partial(end_mailbox, shared.mailbox))
+    return made
 
 
 def _of_trials(plan: SweepPlan) -> tuple[SweepPlan, dict[str, Any], str]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from ray.tune import TuneError
 from ray.tune.experiment import Trial
 
@@ -414,15 +413,11 @@ def test_an_interrupt_is_told_of_before_tune_ends_its_trials_and_ctrl_c_is_as_be
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_the_mailbox_ends_with_the_sweep_and_the_autoscaler_is_asked_for_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    killed, asked = list[str](), list[Any]()
-    monkeypatch.setattr(ray, "kill", killed.append)
+def test_the_autoscaler_is_asked_for_nothing_once_a_sweep_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[Any]()
     monkeypatch.setattr(callback, "request_resources", lambda bundles: asked.append(bundles))
-    DriverState("mailbox").end()
     DriverState().end()
-    assert (killed, asked) == (["mailbox"], [[], []])
+    assert asked == [[]]
 
 
 @pytest.mark.slow

@@ -3,8 +3,8 @@
 import json
 import os
 import shutil
-from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -223,9 +223,7 @@ def test_a_tuner_runs_once_and_gives_its_claim_back_also_after_an_error(
     monkeypatch.setattr(tune.Tuner, "fit", fail)
     monkeypatch.delenv(PENDING, raising=False)
     made = made_tuner(place)
-    held = ExitStack()
-    held.callback(given_back.append, "given back")
-    made.hold(held)
+    made.hold(partial(given_back.append, "given back"))
     with pytest.raises(RuntimeError, match="the cluster is gone"):
         made.fit()
     assert (given_back, PENDING in os.environ) == (["runs", "given back"], False)

@@ -1,5 +1,6 @@
 """Real sweeps: their trials follow each other at once, stop early, learn from each other, die and are resumed."""
 
+import gc
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
+import ray
 import torch
 from ray import tune
 from run_cases import comparable
@@ -28,6 +30,7 @@ from rlx.config.sections.data import DataConfig
 from rlx.config.sweep import DEFAULT_METRIC, SearchName
 from rlx.data import sources
 from rlx.runs import launch, run_folder
+from rlx.runs.mailbox import start_mailbox
 from rlx.runs.run_folder import saved_config
 from rlx.storage import signatures
 from rlx.storage.addresses import open_storage
@@ -562,11 +565,16 @@ def test_a_sweep_that_cannot_begin_leaves_nothing(
         rlx.tuner(config, space=space)
     assert (storage / "sweeps").names() == (storage / "search_spaces").names() == []
 
+    started = list[Any]()
+    monkeypatch.setattr(tuner, "start_mailbox", lambda: started.append(start_mailbox()) or started[-1])
     made = rlx.tuner(config, space=space)  # the name is free
     folder = storage / "sweeps" / "s"
     assert outbox.run_id(folder) is None  # its run begins with the fit, which may never come
-    made._held.close()
-    made.driver.end()  # what is never fitted keeps its mailbox until this process ends
+    ray.get(started[-1].__ray_ready__.remote())
+    del made
+    gc.collect()
+    with pytest.raises(ray.exceptions.ActorDiedError):  # with the Tuner, which was never fitted
+        ray.get(started[-1].__ray_ready__.remote())
     with monkeypatch.context() as patched, pytest.raises(ConfigError, match=r"^no room$"):
         patched.setattr(tuner, "most_at_once", refuse)
         rlx.resume_tuner("s", storage=str(place / "storage"))
