@@ -117,8 +117,9 @@ def resume(
     check_overrides(overrides or {})
     processes.check_on_report(on_report)
     storage = storage or RunConfig().storage
-    with run_folder.saved_run(name, storage, overrides or {}, trust=trust, giver="overrides") as (config, folder):
-        if metrics := run_folder.finished_metrics(folder, config.train.steps):
+    saved = run_folder.saved_run(name, storage, overrides or {}, trust=trust, giver="overrides")
+    with saved as (config, folder, metrics):
+        if metrics:
             return _result(config.storage, folder, metrics)
         return _run(config, folder, resume=True, on_report=on_report, quiet=quiet)
 

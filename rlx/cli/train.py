@@ -150,8 +150,8 @@ def resume(name: str, given: Mapping[str, Any], *, trust: bool = False) -> int:
     storage = given.get("storage") or RunConfig().storage
     if "@" in name or "/" in name:
         raise ConfigError(f"--resume {name}: expected a run's name; --storage says where, --from takes checkpoints")
-    with run_folder.saved_run(name, storage, given, trust=trust) as (config, folder):
-        if last := run_folder.finished_metrics(folder, config.train.steps):
+    with run_folder.saved_run(name, storage, given, trust=trust) as (config, folder, last):
+        if last:
             steps = max(config.train.steps, int(last.get("step", 0)))
             print(f"run {name} is finished: {steps} steps, {console.metrics_line(last)}")
             print(f"{resume_command(name, storage, '--train.steps', str(2 * steps))} goes on with it")

@@ -207,8 +207,8 @@ def new_run(config: RunConfig) -> Iterator[tuple[RunConfig, Storage]]:
 @contextmanager
 def saved_run(
     name: str, storage: str, overrides: Mapping[str, Any], *, trust: bool = False, giver: str = "command line"
-) -> Iterator[tuple[RunConfig, Storage]]:
-    """Claims the folder of a run; gives the config with which it continues, and the folder.
+) -> Iterator[tuple[RunConfig, Storage, dict[str, Any] | None]]:
+    """Claims the folder of a run; gives the config with which it continues, the folder, and its `finished_metrics`.
 
     Args:
         storage: the address of the run's storage, which may have been moved since it began.
@@ -232,9 +232,9 @@ def saved_run(
         tree = _as_it_began(saved) | {"name": name, "storage": storage}
         config = from_tree(with_overrides(tree, {**overrides, "name": name}), f"run {name}", overrides, giver)
         check_resumable(config, from_tree(tree))
-        if finished_metrics(folder, config.train.steps) is None:
+        if (metrics := finished_metrics(folder, config.train.steps)) is None:
             _check_checkpoints(folder)
-        yield config, folder
+        yield config, folder, metrics
 
 
 def check_stays(what: str, storage: str, overrides: Mapping[str, Any]) -> None:

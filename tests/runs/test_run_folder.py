@@ -108,7 +108,7 @@ def test_a_run_of_before_goes_on_with_its_own_settings(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(text)
     (folder / "run.json").write_text(json.dumps({"mlflow_run": "1"}))
-    with run_folder.saved_run("before", str(tmp_path), {"train.steps": 80}, trust=True) as (config, _):
+    with run_folder.saved_run("before", str(tmp_path), {"train.steps": 80}, trust=True) as (config, _, _):
         assert (config.train.steps, config.train.actor_lr, config.algorithm.gae_lambda) == (80, 1e-4, 0.95)
         assert not config.train.shuffle_minibatches  # for which there was no setting
         assert (config.rollout.max_tokens, config.data.max_prompt_tokens, config.model.dtype) == (16, 128, "float32")
@@ -365,7 +365,7 @@ def test_a_run_of_another_person_is_resumed_when_what_it_names_is_trusted_or_giv
     folder = made(tmp_path / "runs" / "a", **CODE)
     given: dict[str, Any]
     for given, trust in (({}, True), ({"reward.functions": {"task": 1.0}}, False)):
-        with run_folder.saved_run("a", str(tmp_path), given, trust=trust) as (config, _):
+        with run_folder.saved_run("a", str(tmp_path), given, trust=trust) as (config, _, _):
             assert config.reward.functions == given.get("reward.functions", {"evil:score": 1.0})
     with (
         pytest.raises(ConfigError, match=r"this user did not write run 'a', .*: reward.functions {'evil:score': 1.0}"),
@@ -373,7 +373,7 @@ def test_a_run_of_another_person_is_resumed_when_what_it_names_is_trusted_or_giv
     ):
         pass
     (folder / "signature").write_text(Signer.new().sign(settings(**CODE)))
-    with run_folder.saved_run("a", str(tmp_path), {}) as (config, _):
+    with run_folder.saved_run("a", str(tmp_path), {}) as (config, _, _):
         assert config.reward.functions == {"evil:score": 1.0}
 
 
@@ -597,8 +597,8 @@ def test_a_finished_run_whose_checkpoints_are_gone_has_its_result(storage: Path)
     for step in STEPS:
         shutil.rmtree(folder / f"step_{step:06d}")
     (folder / "result.json").write_text('{"step": 21}')
-    with run_folder.saved_run("a", str(storage), {"train.steps": 21}):
-        pass
+    with run_folder.saved_run("a", str(storage), {"train.steps": 21}) as (_, _, metrics):
+        assert metrics == {"step": 21}
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
@@ -628,8 +628,8 @@ def test_a_resume_without_a_checkpoint_says_that_the_run_begins_again(tmp_path: 
 
 
 def test_a_run_is_continued_by_one_at_a_time(storage: Path) -> None:
-    with run_folder.saved_run("a", str(storage), {"train.steps": 30}) as (config, folder):
-        assert (config.train.steps, folder.name) == (30, "a")
+    with run_folder.saved_run("a", str(storage), {"train.steps": 30}) as (config, folder, metrics):
+        assert (config.train.steps, folder.name, metrics) == (30, "a", None)
         with pytest.raises(ClaimedError, match="run 'a' is in use by"), run_folder.saved_run("a", str(storage), {}):
             pass
         begun_again = from_tree({"storage": str(storage), "name": "a"})
