@@ -24,6 +24,7 @@ from ray.tune.search.sample import Categorical, Domain, Float, Function, Integer
 from rlx.cluster.resources import ResourcePlan, plan_resources
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
+from rlx.config.run import RunConfig
 from rlx.config.sweep import Mode
 from rlx.runs import preflight, run_folder
 from rlx.sweeps.choices import check_key, other_resources
@@ -210,12 +211,17 @@ def check_candidates(candidates: Iterable[Mapping[str, Any]], path: str, tree: M
     """
     seen = {"[]"}  # those of the sweep itself, which are checked
     for settings in candidates:
-        config = from_tree(with_overrides(dict(tree), settings), f"--space {path}")
+        config = check_settings(path, tree, settings)
         named = repr([(key, settings[key]) for key in sorted(settings) if names_prompts(key)])
         if named not in seen:
             preflight.check_files(config.data, config.eval)
             run_folder.check_start(config)
             seen.add(named)
+
+
+def check_settings(path: str, tree: Mapping[str, Any], settings: Mapping[str, Any]) -> RunConfig:
+    """The config of a trial with these settings of a space; raises ConfigError if they do not go together."""
+    return from_tree(with_overrides(dict(tree), settings), f"--space {path}")
 
 
 def extremes(domain: Any) -> list[Any]:

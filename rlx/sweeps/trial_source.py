@@ -8,6 +8,8 @@ again (`schedulers`).
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +17,14 @@ from typing import Any
 from ray.tune.experiment import Trial
 from ray.tune.search import Searcher
 
+from rlx.config.errors import ConfigError
 from rlx.config.sweep import DEFAULT_METRIC, Mode
 from rlx.sweeps.records import TrialRecord, TrialRecords, TrialState, place_of, trial_name, trial_number
 from rlx.sweeps.schedulers.race import Race
 from rlx.sweeps.space import MODE, Space, complete_settings
+
+_LOG = logging.getLogger("rlx")
+_MOST_REFUSED = 100  # suggestions for one setting; a search that hears of failures alone may suggest the same for ever
 
 
 @dataclass(frozen=True)
@@ -32,34 +38,65 @@ class TrialOptions:
     metric: str = DEFAULT_METRIC  # by which trials are compared
     mode: Mode = MODE
     race: Race | None = None  # adds seeds to settings, and hears of trials that failed
+    check: Callable[[Mapping[str, Any]], object] | None = None  # raises ConfigError for settings that cannot work
 
 
 class SeededSearch:
     """A search whose every setting is tried with all seeds, and is judged by the mean over them."""
 
     def __init__(self, search: Searcher, space: Space, options: TrialOptions) -> None:
-        self._search, self._space, self._count = search, space, options.count
+        self._search, self._space, self._count, self._check = search, space, options.count, options.check
         self._seeds: list[int | None] = [*options.seeds] or [None]
         self._settings: dict[int, dict[str, Any]] = {}  # by setting, without a seed
         self._values: dict[int, list[float | None]] = {}  # by setting, the values of its trials so far
-        self.is_exhausted = False
+        self._ids, self._asked = dict[int, str](), itertools.count()  # by setting, its id in the search
+        self._has_refused = self.is_exhausted = False
 
-    def settings_of(self, number: int) -> dict[str, Any] | None:
+    def settings_of(self, number: int, is_new: bool = True) -> dict[str, Any] | None:
         """Returns the settings of a trial, to be called for one trial after another.
+
+        Args:
+            is_new: the trial has no settings yet, so that the search may be asked for others.
 
         None if there are no more trials (then `is_exhausted`), or if the search waits for results.
         """
         setting, turn = divmod(number, len(self._seeds))
         if turn == 0:
-            suggested = self._search.suggest(str(setting)) if setting < self._count else Searcher.FINISHED
-            if suggested == Searcher.FINISHED:
-                self.is_exhausted = True
+            suggested = self._suggested(setting, is_new) if setting < self._count else Searcher.FINISHED
+            if not isinstance(suggested, dict):
+                self.is_exhausted = suggested == Searcher.FINISHED
                 return None
-            if suggested is None:
-                return None
-            self._settings[setting] = complete_settings(self._space, suggested)
+            self._settings[setting] = suggested
         seed = self._seeds[turn]
         return self._settings[setting] | ({} if seed is None else {"seed": seed})
+
+    def _suggested(self, setting: int, is_new: bool) -> dict[str, Any] | str | None:
+        """Returns the settings that the search suggests; None if it waits, FINISHED if it has no more.
+
+        Those that cannot work cost no trial: it is told that they failed. After `_MOST_REFUSED` the next ones are one.
+        """
+        refused = 0
+        while True:
+            self._ids[setting] = str(next(self._asked))
+            suggested = self._search.suggest(self._ids[setting])
+            if not isinstance(suggested, dict):
+                return suggested
+            settings = complete_settings(self._space, suggested)
+            if not is_new or refused == _MOST_REFUSED or self._works(settings):
+                return settings
+            refused += 1
+            self._search.on_trial_complete(self._ids[setting], error=True)
+
+    def _works(self, settings: Mapping[str, Any]) -> bool:
+        try:
+            if self._check:
+                self._check(settings)
+        except ConfigError as error:
+            if not self._has_refused:
+                _LOG.warning("suggestions that cannot work are passed over; the first: %s", error)
+            self._has_refused = True
+            return False
+        return True
 
     def with_added_seed(self, number: int) -> dict[str, Any]:
         """Returns the settings of a trial that a race has added: a setting of before with its next seed."""
@@ -79,7 +116,7 @@ class SeededSearch:
         if len(values) == len(self._seeds):
             known = [each for each in values if each is not None]
             result = {DEFAULT_METRIC: sum(known) / len(known)} if known else None
-            self._search.on_trial_complete(str(setting), result, error=not known)
+            self._search.on_trial_complete(self._ids[setting], result, error=not known)
 
 
 class TrialSource(Searcher):
@@ -114,7 +151,7 @@ class TrialSource(Searcher):
         """Returns the settings of the next trial that is to run; None if there is none now."""
         if self._options.limit and len(self._live) >= self._options.limit(self._open):
             return None
-        while (settings := self._seeded.settings_of(self._next_number)) is not None:
+        while (settings := self._seeded.settings_of(self._next_number, self._is_new)) is not None:
             number, self._next_number = self._next_number, self._next_number + 1
             record = self._known.get(trial_name(number))
             if record and record.is_over:
@@ -125,6 +162,11 @@ class TrialSource(Searcher):
         if self._seeded.is_exhausted and (added := self._added()):
             return self._give(trial_id, added[0], self._seeded.with_added_seed(added[0]))
         return Searcher.FINISHED if self._has_ended() else None
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether the next trial was not there before a resume."""
+        return trial_name(self._next_number) not in self._known
 
     def _give(self, trial_id: str, number: int, settings: dict[str, Any]) -> dict[str, Any]:
         """Returns the settings of a trial as they are recorded; records a new one."""

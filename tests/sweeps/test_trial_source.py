@@ -1,8 +1,9 @@
 """Trials of a sweep as Tune is given them: numbers, seeds, records, and what a resumed sweep does with those."""
 
+import json
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ray import tune
 from ray.tune.search import Searcher
 
 from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sweep import DEFAULT_METRIC
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage, StorageError
-from rlx.sweeps.records import TrialRecord, TrialRecords, TrialState
+from rlx.sweeps import tuner
+from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState
 from rlx.sweeps.searchers import ListSearch
 from rlx.sweeps.space import MODE
 from rlx.sweeps.trial_source import TrialOptions, TrialSource
@@ -104,6 +108,52 @@ def write(folder: Storage, name: str, record: TrialRecord) -> None:
     records = TrialRecords(folder)
     records.write(name, record)
     records.flush()
+
+
+def even(settings: Mapping[str, Any]) -> None:
+    if settings["train.ppo_epochs"] % 2:
+        raise ConfigError("odd")
+
+
+def never(settings: Mapping[str, Any]) -> None:
+    raise ConfigError("never")
+
+
+def test_suggestions_that_cannot_work_are_no_trials(folder: Storage, caplog: pytest.LogCaptureFixture) -> None:
+    search = Recording()
+    given = all_of(some := trials(folder, search, count=2, check=even))
+    assert named(given) == {"trial_00000": {"train.ppo_epochs": 2}, "trial_00001": {"train.ppo_epochs": 4}}
+    assert search.told == {"0": None, "2": None}
+    assert caplog.messages == ["suggestions that cannot work are passed over; the first: odd"]
+    for trial, value in zip(given, (0.1, 0.2), strict=True):
+        ends(some, trial, value)
+    assert search.told == {"0": None, "1": 0.1, "2": None, "3": 0.2}
+
+
+def test_settings_that_a_search_suggests_go_together(folder: Storage) -> None:
+    """A step of 4 prompts and 1 sample of each has no 8 mini-batches."""
+    sizes = {"prompts_per_step": 4, "samples_per_prompt": 1}
+    plan = SweepPlan("s", {"train": sizes}, "space.py", trials=12, search="optuna")
+    space = {"train.num_minibatches": tune.choice([1, 8]), "train.prompts_per_step": tune.choice([4, 8])}
+    room: Any = SimpleNamespace(trials=lambda open_trials: 99)
+    source = tuner._trial_source(plan, TrialRecords(folder), space, {}, tuner._options(plan, room, None))
+    given = [source.suggest(str(number)) for number in range(12)]
+    assert source.suggest("12") == Searcher.FINISHED and len({json.dumps(each) for each in given}) == 3
+    for settings in given:
+        from_tree(with_overrides(plan.tree, settings))
+
+
+def test_a_search_that_suggests_nothing_else_has_its_trials(folder: Storage) -> None:
+    assert [each.config for each in all_of(trials(folder, count=1, search=Recording(), check=never))] == [
+        {"train.ppo_epochs": 101}
+    ]
+
+
+def test_trials_of_before_a_resume_are_not_passed_over(folder: Storage) -> None:
+    """A newer rlx may refuse what it took."""
+    write(folder, "trial_00000", TrialRecord(settings={"train.ppo_epochs": 1}))
+    given = all_of(trials(folder, Recording(), count=2, check=even))
+    assert [each.config["train.ppo_epochs"] for each in given] == [1, 2]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
