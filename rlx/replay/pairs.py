@@ -19,7 +19,7 @@ from rlx.config.loading import from_tree, with_overrides
 from rlx.replay import branches
 from rlx.replay.branches import Branch
 from rlx.replay.comparing import step_completions
-from rlx.replay.recorded import RecordedRun
+from rlx.replay.recorded import RecordedRun, change_within
 from rlx.runs import run_folder
 from rlx.samples import evaluations
 from rlx.storage.filesystem import Storage
@@ -90,7 +90,7 @@ def _refuse_changes(run: RecordedRun, steps: range) -> None:
     """Raises ConfigError if not all steps of a control were done with the settings of its first one."""
     start = steps[0] - 1
     branches.refuse_unknown(run, steps[0], f"{run.name}@{start}")
-    if change := run.change_within(steps):
+    if change := change_within(run, steps):
         at, keys = change
         later = f", or start from {run.name}@{at}" if run.at(at) else ""
         raise ConfigError(

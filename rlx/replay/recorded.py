@@ -102,18 +102,6 @@ class RecordedRun:
             changed |= steps_differ_in(_config_of(earlier), _config_of(later))
         return sorted(changed)
 
-    def change_within(self, steps: range) -> tuple[int, list[str]] | None:
-        """The first of these steps, but the last, after which a resume changed settings, with them; None if none did.
-
-        Resumes of earlier versions have noted nothing: there, checkpoints tell which settings the steps after them had.
-        """
-        noted = {at: list(keys) for at, keys in self.changes.items() if keys}
-        if not noted:
-            first = self.settings_of(steps[0], trust=True)
-            for each in self.checkpoints:
-                noted[each.step] = sorted(steps_differ_in(first, self.settings_of(each.step + 1, trust=True)))
-        return min(((at, keys) for at, keys in noted.items() if keys and at in steps[:-1]), default=None)
-
     def _has_all_since(self, checkpoint: CheckpointEntry) -> bool:
         """Whether no checkpoint after this one was deleted, as none is of the newest that a run keeps."""
         since = [each for each in self.checkpoints if each.step >= checkpoint.step]
@@ -143,6 +131,19 @@ class RecordedRun:
             )
             run_folder.refuse_powers(self.name, self.folder, {} if is_own else tree, given or {})
         return tree
+
+
+def change_within(run: RecordedRun, steps: range) -> tuple[int, list[str]] | None:
+    """The first of some steps, but the last, after which a resume changed settings, with them; None if none did.
+
+    Resumes of earlier versions have noted nothing: there, checkpoints tell which settings the steps after them had.
+    """
+    noted = {at: list(keys) for at, keys in run.changes.items() if keys}
+    if not noted:
+        first = run.settings_of(steps[0], trust=True)
+        for each in run.checkpoints:
+            noted[each.step] = sorted(steps_differ_in(first, run.settings_of(each.step + 1, trust=True)))
+    return min(((at, keys) for at, keys in noted.items() if keys and at in steps[:-1]), default=None)
 
 
 def _config_of(checkpoint: CheckpointEntry) -> dict[str, Any]:
