@@ -240,7 +240,7 @@ BAD_PROMPTS = [
     (".parquet", PARQUET[:-8] + b"\xff\xff\xff\x7fPAR1", "footer"),
     (".csv", b"question,question,answer\n", "2 columns are called"),
     (".jsonl", b'{"question": "a", "answer": ' + b"9" * 5000 + b"}", "4300 digits"),
-    (".jsonl", b'\xff\xfe{"question": 1}', "malformed JSON"),
+    (".jsonl", b'\xff\xfe{"question": 1}', "it is UTF-16"),
     (".json", b'[{"question": "a", "answer": 1}, 7]', "prompts.json: row 2: expected a JSON object per row, found int"),
     (".json", b'{"question": "a", "answer": 1}\n{"question": 5}', "prompts.json:2: a question is 5"),
     (".json", LIST[:-3], "malformed JSON"),
