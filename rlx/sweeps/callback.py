@@ -37,6 +37,7 @@ from rlx.tracking.tracker import OutboxTracker
 
 _LOG = logging.getLogger("rlx")
 _PATIENCE_S = 10.0  # longest wait for the tracking service, in a thread
+_WRITING_S = 1.0  # longest wait for the storage after an evaluation
 _KILLED = re.compile(r"ray\.exceptions\.Actor|worker process has died")  # in what Ray says of a lost actor
 _FAILURE = re.compile(r"^Failure # \d+ .*$", re.MULTILINE)  # with which each failure begins in a trial's error file
 
@@ -211,6 +212,8 @@ class TrialLog:
             taken = result.get(PROGRESS[self.schedule.rung_by], 0.0)
             new["progress"] = {**record.progress, result["step"]: taken}
         self.records.write(str(trial), record.model_copy(update=new))
+        # The trial goes on when this returns. Were the driver killed before it is written, a checkpoint could be newer.
+        self.records.flush(_WRITING_S)
 
     @_harmless
     def end_trial(self, trial: Trial, state: TrialState, message: str = "") -> None:

@@ -9,7 +9,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, partial
@@ -198,7 +198,7 @@ class TrialRecords:
 
     Only the driver writes them.
 
-    A thread writes the files, so that a slow storage does not hold up the sweep; `flush` waits for it.
+    A thread writes the files, so that a slow storage does not hold up the sweep for long; `flush` waits for it.
     """
 
     def __init__(self, sweep: Storage) -> None:
@@ -257,13 +257,15 @@ class TrialRecords:
         except ValueError:
             raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
 
-    def flush(self) -> None:
-        """Waits until the files are written.
+    def flush(self, patience_s: float | None = None) -> None:
+        """Waits until the files are written; not longer than `patience_s`, if given.
 
         Raises:
             StorageError: the storage keeps failing.
         """
-        self._thread.submit(self._write_waiting).result()
+        written = self._thread.submit(self._write_waiting)
+        with nullcontext() if patience_s is None else suppress(TimeoutError):
+            written.result(patience_s)
 
     def all(self) -> dict[str, TrialRecord]:
         """Returns the records of all trials by name."""

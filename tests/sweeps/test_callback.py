@@ -2,6 +2,7 @@
 
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -143,6 +144,26 @@ def test_only_evaluations_that_training_changed_are_recorded(sweep: Sweep) -> No
     sweep.report(0, 6, 0.9)  # between evaluations, as a best checkpoint of another period would have it
     sweep.callback.on_trial_result(1, sweep.trials, sweep.trials[0], {"step": 8, METRIC: 0.9})  # its evaluation is old
     assert sweep.record(0).reports == [(4, 0.25)]
+
+
+@pytest.mark.parametrize(("takes_s", "is_written"), [(0.2, True), (30.0, False)])
+def test_a_trial_goes_on_when_its_evaluation_is_written_or_the_storage_is_too_slow(
+    takes_s: float, is_written: bool, sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep.start(0)
+    sweep.log.flush()
+    monkeypatch.setattr(callback, "_WRITING_S", 5.0 if is_written else 0.1)
+    ended, write = threading.Event(), Storage.write_text
+
+    def slowly(file: Storage, text: str) -> None:
+        ended.wait(takes_s)
+        write(file, text)
+
+    monkeypatch.setattr(Storage, "write_text", slowly)
+    sweep.report(0, 4, 0.25)
+    written = TrialRecords(sweep.folder).read("trial_00000").reports
+    ended.set()
+    assert written == [(4, 0.25)] * is_written
 
 
 def test_tokens_of_a_report_are_recorded_where_rungs_are_in_them(sweep: Sweep) -> None:
