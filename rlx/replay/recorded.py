@@ -62,8 +62,12 @@ class RecordedRun:
 
     @property
     def steps(self) -> int:
-        """How many steps it was to do in all."""
-        return from_tree(dict(self.newest)).train.steps
+        """The last of its steps: how many it is to do in all, or has done, where a resume asked for fewer.
+
+        What was logged of later steps, before a kill, is of no run that goes on.
+        """
+        done = self.checkpoints[-1].step if self.checkpoints else 0
+        return max(from_tree(dict(self.newest)).train.steps, done)
 
     @property
     def every(self) -> int:

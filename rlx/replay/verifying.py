@@ -34,11 +34,11 @@ class Fact:
 def replayable(run: RecordedRun, logged: Collection[int], most: int) -> list[int]:
     """The steps that can be done again with at most so many steps: those after the start, and after checkpoints.
 
-    Left out are steps whose settings nothing tells.
+    Left out are steps after its last one, which a resume gave up, and steps whose settings nothing tells.
     """
     starts = [0, *(each.step for each in run.checkpoints)]
     near = {step for start in starts for step in range(start + 1, start + most + 1) if step in logged}
-    return sorted(step for step in near if not run.unknown_at(step))
+    return sorted(step for step in near if step <= run.steps and not run.unknown_at(step))
 
 
 def drawn_steps(steps: Sequence[int], count: int, seed: int) -> list[int]:

@@ -157,6 +157,17 @@ def test_steps_near_a_checkpoint_can_be_done_again(tmp_path: Path) -> None:
         verifying.drawn_steps([], 3, seed=1)
 
 
+@pytest.mark.parametrize(("asked", "last"), [(6, 8), (9, 9)])
+def test_steps_that_a_resume_with_fewer_gave_up_are_no_steps_of_the_run(asked: int, last: int, tmp_path: Path) -> None:
+    """The run was to do 400 steps, was killed at step 11, and went on from step 8 with fewer steps."""
+    run_of(tmp_path, steps=(4, 8), train__steps=400)
+    run = run_of(tmp_path, steps=(), train__steps=asked)
+    assert verifying.replayable(run, range(12), 10) == list(range(1, last + 1))
+    assert [branches.branch_to(run, step).until for step in range(1, last + 1)] == list(range(1, last + 1))
+    with pytest.raises(ConfigError, match=f"--step 11: run a has steps 1 to {last}"):
+        branches.branch_to(run, 11)
+
+
 def test_settings_of_an_older_checkpoint_are_compared_with_the_newest(tmp_path: Path) -> None:
     assert verifying.facts_of_settings(run_of(tmp_path)).agrees
     changed = settings(name="a", train__steps=60, algorithm__clip_high=0.3)
