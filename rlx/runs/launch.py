@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ import yaml
 from rlx.cluster import nodes
 from rlx.cluster.nodes import FolderCopies
 from rlx.config.errors import one_line
+from rlx.config.loading import from_tree
 from rlx.config.sections.base import flatten
 from rlx.config.sections.data import prompt_addresses
 from rlx.data.blocks import rows_of
@@ -45,7 +45,7 @@ from rlx.storage.signatures import SIGNATURE, Signer
 from rlx.tracking import changes, outbox, provenance, tracker
 from rlx.tracking.base import RunStatus, Tracker, TrackingService
 from rlx.tracking.parameters import params_of
-from rlx.tracking.startup import StartUp
+from rlx.tracking.startup import EventLog
 from rlx.tracking.tracker import OutboxTracker
 from rlx.types import Notify, OnReport, Phase
 
@@ -122,7 +122,7 @@ def run(
         signature = _signed(folder, config.model_dump(mode="json"), parent)
         with _closing(record, prepared.name, notify, parent), _adding_page(record, prepared, folder):
             job = _job(prepared, folder, tracking, signature, waits)
-            events = _EventLog(record, notify, on_report or _ignore)
+            events = EventLog(record, notify, on_report or _ignore)
             events(Phase("workers"))
             grace_s = config.checkpoint.grace_s
             reported = leased.run(prepared, job, events.report, events, grace_s=grace_s, again=resume)
@@ -296,9 +296,13 @@ def _open_record(
 def _go_on(folder: Storage, tree: Mapping[str, Any], notify: Notify) -> None:
     """Prepares the folder of a run for a resume with the settings of a tree."""
     (folder / _TRAIN_RECORD).delete()
+    saved = saved_config(folder)
     if begins_again := not checkpoint_catalog.was_saved(folder):
         notify("no checkpoint yet: the run begins again with its first step")
-    changes.note_resume(folder, saved_config(folder) if begins_again else tree, tree)
+    before, now = (from_tree(dict(each)).train.steps for each in (saved, tree))
+    if now < before:  # no service can be asked to forget a step
+        notify(f"train.steps is {now}, and was {before}: what has been logged of later steps stays logged")
+    changes.note_resume(folder, saved if begins_again else tree, tree)
 
 
 def _signed(folder: Storage, tree: Mapping[str, Any], parent: Parent | None) -> str:
@@ -363,32 +367,6 @@ def _send_rest(record: OutboxTracker, name: str, folder: Storage, notify: Notify
             notify(f"{left} records for {titles} wait in {where}")
     except (StorageError, OSError) as error:  # the run itself is over
         notify(f"records for {titles} may wait in {where} ({one_line(error)})")
-
-
-class _EventLog:
-    """Passes messages and steps on; keeps the messages, and how long the start took, as a text with the MLflow run."""
-
-    def __init__(self, record: OutboxTracker, notify: Notify, on_report: OnReport) -> None:
-        self.record, self.notify, self.on_report = record, notify, on_report
-        self.file = f"events_{time.strftime('%Y-%m-%d_%H:%M:%S')}.txt"
-        self.text, self.startup, self.is_started = "", StartUp(), False
-
-    def __call__(self, message: str) -> None:
-        if isinstance(message, Phase):
-            self.startup.begin(message)
-        else:
-            self._keep(message)
-        self.notify(message)
-
-    def report(self, metrics: dict[str, Any], checkpoint: str | None) -> None:
-        if not self.is_started:
-            self._keep(self.startup.summary())
-            self.is_started = True
-        self.on_report(metrics, checkpoint)
-
-    def _keep(self, line: str) -> None:
-        self.text += f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n"
-        self.record.log_text(self.file, self.text)
 
 
 def _log(message: str) -> None:

@@ -1,4 +1,4 @@
-"""How long each phase of a start takes: the cluster, prompts, workers, engines, the first evaluation.
+"""How long each phase of a start takes: the cluster, prompts, workers, engines, the first evaluation; and the messages.
 
 Left out: which phases there are. Whoever begins one says so by a `Phase` among its messages.
 """
@@ -6,6 +6,10 @@ Left out: which phases there are. Whoever begins one says so by a `Phase` among 
 from __future__ import annotations
 
 import time
+from typing import Any
+
+from rlx.tracking.base import Tracker
+from rlx.types import Notify, OnReport, Phase
 
 
 class StartUp:
@@ -33,3 +37,29 @@ class StartUp:
         ends = [*(began for _, began in self._phases[1:]), time.monotonic()]
         parts = [f"{name} {end - began:.0f} s" for (name, began), end in zip(self._phases, ends, strict=True)]
         return f"started in {ends[-1] - self._phases[0][1]:.0f} s: {', '.join(parts)}"
+
+
+class EventLog:
+    """Passes messages and steps on; keeps the messages, and how long the start took, as a text with the MLflow run."""
+
+    def __init__(self, record: Tracker, notify: Notify, on_report: OnReport) -> None:
+        self.record, self.notify, self.on_report = record, notify, on_report
+        self.file = f"events_{time.strftime('%Y-%m-%d_%H:%M:%S')}.txt"
+        self.text, self.startup, self.is_started = "", StartUp(), False
+
+    def __call__(self, message: str) -> None:
+        if isinstance(message, Phase):
+            self.startup.begin(message)
+        else:
+            self._keep(message)
+        self.notify(message)
+
+    def report(self, metrics: dict[str, Any], checkpoint: str | None) -> None:
+        if not self.is_started:
+            self._keep(self.startup.summary())
+            self.is_started = True
+        self.on_report(metrics, checkpoint)
+
+    def _keep(self, line: str) -> None:
+        self.text += f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {line}\n"
+        self.record.log_text(self.file, self.text)

@@ -625,6 +625,10 @@ def test_a_resume_without_a_checkpoint_says_that_the_run_begins_again(tmp_path: 
     put(tmp_path, 5)
     launch._go_on(folder, now, said.append)
     assert len(said) == 1
+    launch._go_on(folder, settings(train__steps=4), said.append)
+    assert said[1:] == [
+        f"train.steps is 4, and was {now['train']['steps']}: what has been logged of later steps stays logged"
+    ]
 
 
 def test_a_run_is_continued_by_one_at_a_time(storage: Path) -> None:
