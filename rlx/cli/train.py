@@ -183,8 +183,7 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
 
     started, first = time.monotonic(), dict[str, Any]()
     end_on_signals()
-    way_on = f"{resume_command(folder.name, config.storage)} continues the run from its newest checkpoint"
-    with _telling(way_on, folder), console.RunProgress(config.train.steps) as progress:
+    with _telling(folder, config.storage), console.RunProgress(config.train.steps) as progress:
 
         def on_report(metrics: dict[str, Any], checkpoint: str | None) -> None:
             first.update(first or metrics)
@@ -207,9 +206,7 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
 
         connection.connect(config, prepared.resources, progress.message)
         end_on_signals()  # again: Ray has installed a handler of its own
-        end_with_ray(
-            lambda: way_on if run_folder.holds_run(folder) else "start it again", progress.message, signal_received
-        )
+        end_with_ray(lambda: _way_on(folder, config.storage) or "start it again", progress.message, signal_received)
         result = launch.run(prepared, folder, resume=resume, on_report=on_report, notify=progress.message)
     print(summary(prepared.name, first, result.metrics, time.monotonic() - started))
     for service in prepared.tracking:
@@ -236,18 +233,35 @@ def in_short(
 
 
 @contextmanager
-def _telling(way_on: str, folder: Storage) -> Iterator[None]:
-    """Says how to go on when a run that has begun fails or is interrupted."""
-    from rlx.runs import run_folder
-
+def _telling(folder: Storage, storage: str) -> Iterator[None]:
+    """Says how to go on when a run that has begun is interrupted, or fails by more than a refusal of its settings."""
     try:
         yield
     except RuntimeError as error:
         from rlx.runs.train_run import RunError  # slow to import, unless it was raised
 
-        raise RunError(f"{error}; {way_on}") if isinstance(error, RunError) else error from None
+        mends = isinstance(error, RunError) and f": {ConfigError.__name__}: " not in str(error)
+        way = _way_on(folder, storage) if mends else ""
+        raise RunError(f"{error}; {way}") if way else error from None
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(way_on if run_folder.holds_run(folder) else "the run had not begun") from None
+        raise KeyboardInterrupt(_way_on(folder, storage) or "the run had not begun") from None
+
+
+def _way_on(folder: Storage, storage: str) -> str:
+    """What continues a run, and from where; empty if the run has not begun."""
+    from rlx.runs import run_folder
+    from rlx.storage import checkpoint_catalog
+    from rlx.storage.filesystem import StorageError
+
+    resumes = resume_command(folder.name, storage)
+    try:
+        if not run_folder.holds_run(folder):
+            return ""
+        if checkpoint_catalog.was_saved(folder):
+            return f"{resumes} continues the run from its newest checkpoint"
+    except (OSError, StorageError):  # which may be why the run has failed
+        return f"{resumes} continues the run"
+    return f"{resumes} begins it again: it has no checkpoint yet"
 
 
 def summary(name: str, first: Mapping[str, Any], last: Mapping[str, Any], seconds: float) -> str:

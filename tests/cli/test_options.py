@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_run_folder import put
 
 from rlx.cli import sweep, train
 from rlx.cli.options import parse, settings_parser
 from rlx.config.errors import ConfigError
+from rlx.runs.train_run import RunError
 from rlx.storage.addresses import open_storage
 from rlx.storage.claims import ClaimedError
 from rlx.storage.filesystem import Storage
@@ -260,3 +262,27 @@ def test_a_sweep_that_is_not_kept_yet_is_not_to_be_resumed(tmp_path: Path) -> No
     assert sweep.way_on(plan, storage) == "start it again"
     (storage / "sweeps" / "s" / PLAN_FILE).write_text("{}")
     assert sweep.way_on(plan, storage) == f"rlx sweep --resume s --storage {tmp_path} continues the sweep"
+
+
+def test_a_run_that_ends_early_says_what_a_resume_makes_of_it(tmp_path: Path) -> None:
+    folder, resumes = open_storage(str(tmp_path)) / "runs" / "a", f"rlx train --resume a --storage {tmp_path}"
+
+    def said(error: BaseException) -> str:
+        with pytest.raises(type(error)) as caught, train._telling(folder, str(tmp_path)):
+            raise error
+        return str(caught.value)
+
+    assert said(KeyboardInterrupt()) == "the run had not begun"
+    for name in ("run.json", "config.yaml"):
+        (folder / name).write_text("{}")
+    again = f"{resumes} begins it again: it has no checkpoint yet"
+    assert said(KeyboardInterrupt()) == again
+    assert said(RunError("worker 0: OSError: gone")) == f"worker 0: OSError: gone; {again}"
+    (folder / "step_000004" / "rank_00000.safetensors").write_text("never finished")
+    assert said(RunError("lost")) == f"lost; {again}"
+    put(folder.path, 5)
+    assert said(RunError("lost")) == f"lost; {resumes} continues the run from its newest checkpoint"
+    refused = "worker 0: ConfigError: model.lora_targets lm_head: tied"  # which no resume can change
+    assert said(RunError(refused)) == refused
+    (folder / "step_000006" / "manifest.json").write_text('{"format": 999}')
+    assert said(RunError("lost")).startswith(f"lost; {resumes} continues the run")
