@@ -39,15 +39,33 @@ _CHECKPOINT_FILE, _RUN_FILE = "manifest.json", "run.json"  # of what rlx itself 
 class ModelShape:
     """What a model's config.json says of its size; None where it says nothing."""
 
-    positions: int | None
-    heads: int | None
+    positions: int | None = None
+    heads: int | None = None
+    width: int | None = None  # of hidden states
 
     @classmethod
     def read(cls, path: str, setting: str = "model.path") -> ModelShape:
         """Raises ConfigError if config.json is no JSON object."""
         content = _config_json(path, setting)
         positions = content.get("max_position_embeddings") or content.get("n_positions")  # the latter in GPT-2
-        return cls(positions, content.get("num_attention_heads"))
+        width = content.get("hidden_size") or content.get("n_embd")
+        return cls(positions, content.get("num_attention_heads"), width)
+
+    def check(self, path: str, *, positions: int, tensor_parallel: int, lora_rank: int) -> None:
+        """Raises ConfigError for longer texts than the model has positions, for engines that cannot share its heads, or
+        for adapters of a higher rank than the layers beside them have."""
+        if self.positions and positions > self.positions:
+            raise ConfigError(
+                f"data.max_prompt_tokens + rollout.max_tokens = {positions}, but {path} has {self.positions} positions"
+            )
+        if self.heads and self.heads % tensor_parallel:
+            raise ConfigError(
+                f"rollout.tensor_parallel {tensor_parallel} does not divide the {self.heads} attention heads of {path}"
+            )
+        if self.width and lora_rank > self.width:
+            raise ConfigError(
+                f"model.lora_rank {lora_rank}: no layer of {path} has a higher rank than {self.width}, its hidden_size"
+            )
 
 
 def _config_json(path: str, setting: str) -> dict[str, Any]:
@@ -105,7 +123,7 @@ def shape_on_hub(name: str) -> ModelShape:
     except ConfigError:
         raise
     except (OSError, ValueError):  # which errors of the hub and of a bad name are
-        return ModelShape(None, None)
+        return ModelShape()
 
 
 def check_hub_name(name: str, setting: str) -> None:
@@ -222,11 +240,10 @@ def count_parameters(path: str) -> int:
 def checkpoint_bytes(path: str, model: ModelConfig, train: TrainConfig, critic: str) -> int:
     """Returns about how many bytes a checkpoint of a run takes that trains the model of a folder.
 
-    0 with adapters, whose checkpoints are small.
+    Adapters count as nothing; a separate critic is trained as a whole beside them, too.
     """
-    if model.lora_rank:
-        return 0
-    size = count_parameters(path) * (_CHECKPOINT_BYTES + (_AVERAGE_BYTES if train.ema_decay else 0))
+    each = 0 if model.lora_rank else _CHECKPOINT_BYTES + (_AVERAGE_BYTES if train.ema_decay else 0)
+    size = count_parameters(path) * each if each else 0
     return size + (count_parameters(model.critic_path or path) * _CHECKPOINT_BYTES if critic == "separate" else 0)
 
 

@@ -99,14 +99,11 @@ def add_adapters(lm: Any, adapters: Adapters) -> None:
     for name, layer in lm.named_modules():
         if isinstance(layer, BaseTunerLayer) and not isinstance(layer.get_base_layer(), nn.Linear):
             raise ConfigError(f"{setting}: {name} is not a linear layer: engines receive adapters of no other")
-    if isinstance(lm.get_output_embeddings(), BaseTunerLayer) and lm.config.tie_word_embeddings:
-        raise ConfigError(
-            f"{setting}: the output layer is tied to the embedding: engines would not receive its adapters"
-        )
 
 
-def check_targets(lm: nn.Module, targets: Sequence[str]) -> None:
-    """Raises ConfigError for a name that is not the end of the names of linear layers; peft drops it if others match.
+def check_targets(lm: Any, targets: Sequence[str]) -> None:
+    """Raises ConfigError for a name that is not the end of the names of linear layers, which peft drops if others
+    match, or is that of an output layer whose weights are the embedding's.
 
     The model's weights are not read: they may be on the meta device.
     """
@@ -121,6 +118,11 @@ def check_targets(lm: nn.Module, targets: Sequence[str]) -> None:
         if not named:
             hint = nearest(target, _linear_names(lm, parts=target.count(".") + 1))
             raise ConfigError(f"model.lora_targets {target}: no linear layer of the model is called that{hint}")
+        if lm.config.tie_word_embeddings and lm.get_output_embeddings() in named.values():
+            raise ConfigError(
+                f"model.lora_targets {target}: the output layer is tied to the embedding: engines would not receive "
+                "its adapters"
+            )
 
 
 def _linear_names(lm: nn.Module, parts: int) -> list[str]:

@@ -280,7 +280,7 @@ def check_servers(reward: RewardConfig) -> None:
 
 
 def check_model(config: RunConfig, path: str) -> None:
-    """Raises ConfigError if the model cannot be loaded, split or saved as configured, or its context is too short;
+    """Raises ConfigError if the model cannot be loaded, split, adapted or saved as configured, or has a short context;
     StorageError if a disk has no room for its checkpoints."""
     if not is_model_folder(path, "model.path"):
         return  # a name on the hub: the workers and engines look it up
@@ -288,12 +288,8 @@ def check_model(config: RunConfig, path: str) -> None:
     if config.parallel.neighbours > 1:
         _check_layers(path, config.parallel, config.model.trust_remote_code)
     needed = sum(lengths(config.data, config.rollout, path).values())
-    if shape.positions and needed > shape.positions:
-        raise ConfigError(
-            f"data.max_prompt_tokens + rollout.max_tokens = {needed}, but {path} has {shape.positions} positions"
-        )
-    if shape.heads and shape.heads % (tp := config.rollout.tensor_parallel):
-        raise ConfigError(f"rollout.tensor_parallel {tp} does not divide the {shape.heads} attention heads of {path}")
+    tp, rank = config.rollout.tensor_parallel, config.model.lora_rank
+    shape.check(path, positions=needed, tensor_parallel=tp, lora_rank=rank)
     check_model_files(path, "model.path")
     size = checkpoint_bytes(path, config.model, config.train, config.resolved_critic)
     check_disk(size, config.storage, config.ray_address)

@@ -18,7 +18,7 @@ def test_a_model_is_taken_from_the_cache_or_refused_at_once_without_a_network(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     started = time.monotonic()
-    assert shape_on_hub("a/b") == ModelShape(None, None)
+    assert shape_on_hub("a/b") == ModelShape()
     with pytest.raises(ConfigError, match=r"^model\.path a/b: no folder here, not in the cache .*answer \(Conn"):
         check_hub_name("a/b", "model.path")
     cached = tmp_path / "models--a--b" / "snapshots" / "c0ffee" / "config.json"

@@ -42,6 +42,25 @@ def test_targets_of_adapters_are_looked_for_before_anything_starts(tiny_model: P
     check("q_proj", "mlp.up_proj")
     with pytest.raises(ConfigError, match=r"^model\.lora_targets v_prj: no linear layer .*; nearest: v_proj$"):
         check("q_proj", "v_prj")
+    with pytest.raises(ConfigError, match=r"^model\.lora_targets lm_head: the output layer is tied to the embedding: "):
+        check("q_proj", "lm_head")
+    with pytest.raises(ConfigError, match=r"model\.lora_targets\.1 = '': string should have at least 1 character"):
+        check("q_proj", "")
+
+
+def test_adapters_have_no_higher_rank_than_the_layers(tiny_model: Path) -> None:
+    """Workers would ask for their memory again and again."""
+    width = json.loads((tiny_model / "config.json").read_text())["hidden_size"]
+
+    def check(rank: int) -> None:
+        given = {"model.path": str(tiny_model), "model.lora_rank": rank, "data.max_prompt_tokens": 16}
+        preflight.check_model(from_tree(with_overrides({}, given)), str(tiny_model))
+
+    check(width)
+    with pytest.raises(
+        ConfigError, match=rf"^model\.lora_rank {width + 1}: no layer of .* than {width}, its hidden_size"
+    ):
+        check(width + 1)
 
 
 def test_layers_of_adapters_are_looked_at_once(
@@ -339,7 +358,7 @@ def test_a_model_whose_checkpoint_fills_the_disk_is_refused_and_its_adapters_are
 
     def check(**settings: Any) -> None:
         config = from_tree(settings)
-        needed = checkpoint_bytes(path, config.model, config.train, "separate")
+        needed = checkpoint_bytes(path, config.model, config.train, config.resolved_critic)
         preflight.check_disk(needed, storage, config.ray_address)
 
     with pytest.raises(StorageError, match=r"MiB are free on its disk, and a checkpoint of this model takes about 22,"):
@@ -347,6 +366,8 @@ def test_a_model_whose_checkpoint_fills_the_disk_is_refused_and_its_adapters_are
     with pytest.raises(StorageError, match=r" takes about 26,.* or give another --storage$"):
         check(train={"ema_decay": 0.9})
     check(model={"lora_rank": 8})
+    with pytest.raises(StorageError, match=r" takes about 11,"):
+        check(model={"lora_rank": 8, "critic": "separate"})
     remote = Storage(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "x")
     monkeypatch.setattr(preflight, "open_storage", lambda *_, **__: remote)
     with pytest.raises(StorageError, match=r"^storage .*before it is sent, takes about .*TMPDIR to another folder$"):
