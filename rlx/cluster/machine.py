@@ -38,7 +38,7 @@ def check_place(needed: ResourcePlan, ray_address: str | None) -> None:
     """Refuses at once what would be refused once Ray has started; does nothing in a process that has joined a cluster.
 
     Raises:
-        ConfigError: nothing answers at the cluster's address, or a cluster of this machine has too few CPUs or GPUs.
+        ConfigError: nothing answers at the cluster's address, or a cluster of this machine cannot hold the plan.
     """
     if _has_joined():
         return
@@ -46,6 +46,7 @@ def check_place(needed: ResourcePlan, ray_address: str | None) -> None:
         _check_answer(address)
     else:
         check_machine(needed, own_resources())
+        check_spread(needed)
         check_labels(needed)
         check_ray_folder(ray_folder())
 
@@ -60,6 +61,16 @@ def check_machine(needed: ResourcePlan, own: Bundle) -> None:
     if any(total.get(name, 0.0) > amount for name, amount in own.items()):
         known = Node({name: own.get(name, amount) for name, amount in total.items()})
         raise ConfigError(f"scaling: {needed} need {lack(needed, [known])}; --ray-address joins a larger one")
+
+
+def check_spread(needed: ResourcePlan) -> None:
+    """Raises ConfigError if a plan wants a node for each of several bundles."""
+    most = max(len(needed.workers), len(needed.bundles))
+    if needed.strategy == "STRICT_SPREAD" and most > 1:
+        raise ConfigError(
+            f"scaling.placement_strategy STRICT_SPREAD: {needed} need {most} nodes, and this machine is one; "
+            "--ray-address joins a cluster"
+        )
 
 
 def check_labels(needed: ResourcePlan) -> None:

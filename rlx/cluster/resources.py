@@ -236,6 +236,9 @@ def wait_for_room(needed: ResourcePlan, patience_s: float, notify: Notify) -> No
     """
     from ray.autoscaler.sdk import request_resources
 
+    if not patience_s:
+        check_room(needed)
+        return
     nodes, deadline = cluster_nodes(), time.monotonic() + patience_s
     if needed.fits(nodes, 1):
         return
@@ -268,16 +271,17 @@ def _all_selectors(needed: ResourcePlan) -> list[dict[str, str]]:
 
 def lack(needed: ResourcePlan, nodes: Sequence[Node]) -> str:
     """What a plan needs, and what the nodes have instead."""
+    counted = f"{len(nodes)} node{'s' * (len(nodes) > 1)}"
     total, cluster = needed.total(), total_of([node.resources for node in nodes])
     lacking = [name for name, amount in total.items() if amount > cluster.get(name, 0.0) + TOLERANCE]
     numbers = ", ".join(f"{total[name]:g} {name} but the cluster has {cluster.get(name, 0.0):g}" for name in lacking)
     unmet = [s for s in _all_selectors(needed) if s and not any(meets(node.labels, s) for node in nodes)]
     if unmet and not numbers:
         labels = " and ".join(f"{name}={value}" for name, value in unmet[0].items())
-        return f"a node with the labels {labels}, which none of the {len(nodes)} nodes has"
+        return f"a node with the labels {labels}, which none of {counted} has"
     if not numbers:
         bundles = ", ".join(_text(bundle) for bundle in [*_reserved_workers(needed), *needed.bundles])
-        numbers = f"{bundles}, which cannot be placed together on {len(nodes)} nodes with {_node_texts(nodes)}"
+        numbers = f"{bundles}, which {needed.strategy} cannot place on {counted} with {_node_texts(nodes)}"
     return numbers
 
 

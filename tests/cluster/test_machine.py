@@ -34,6 +34,20 @@ def test_a_plan_that_a_machine_cannot_hold_is_refused(own: dict[str, float], lac
         machine.check_machine(PLAN, own)
 
 
+@pytest.mark.parametrize(("workers", "engines", "nodes"), [(2, 1, 2), (1, 3, 3), (1, 1, None)])
+def test_one_machine_is_no_place_for_bundles_that_want_nodes_of_their_own(
+    workers: int, engines: int, nodes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers and engines are two groups, which may share a node."""
+    monkeypatch.setattr(machine, "_has_joined", lambda: False)
+    plan = ResourcePlan([{"CPU": 0.1}] * workers, [{"CPU": 0.1}] * engines, strategy="STRICT_SPREAD")
+    if nodes is None:
+        machine.check_place(plan, "local")
+        return
+    with pytest.raises(ConfigError, match=rf"^scaling\.placement_strategy STRICT_SPREAD: .* need {nodes} nodes, and"):
+        machine.check_place(plan, "local")
+
+
 @pytest.mark.parametrize(("shown", "most"), [("", 0.0), ("-1", 0.0), ("0", 1.0)])
 def test_hidden_gpus_do_not_count(shown: str, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)

@@ -97,6 +97,10 @@ def test_every_setting_has_a_meaning_and_the_defaults_are_a_complete_config() ->
         ({"data": {"params": 5}}, "data.params = 5: expected entries, such as data.params.NAME 1"),
         ({"scaling": {"resources_per_worker": {"CPU": -1}}}, "scaling.resources_per_worker.CPU = -1: input should be"),
         (
+            {"rollout": {"resources_per_engine": {"gpu": 1}}},
+            "rollout.resources_per_engine = {'gpu': 1}: no resource of Ray is called gpu; nearest: GPU",
+        ),
+        (
             {"scaling": {"resources_per_worker": {"CPU": 0}}},
             "scaling.resources_per_worker = {'CPU': 0}: at least one resource must be more than 0",
         ),

@@ -269,7 +269,7 @@ def growing(monkeypatch: pytest.MonkeyPatch) -> Growing:
 def test_a_plan_waits_for_the_nodes_that_it_asks_for(growing: Growing) -> None:
     said: list[str] = []
     wait_for_room(SPOT, 60.0, said.append)
-    labels = "a node with the labels market=spot, which none of the 1 nodes has"
+    labels = "a node with the labels market=spot, which none of 1 node has"
     assert said == [f"waiting for nodes, 60 s at most: 1 worker and 1 engine need {labels}"]
     assert growing.asked == [([{"CPU": 2.0}, {"CPU": 1.0}], [{}, {"market": "spot"}]), ([], None)]
 
@@ -279,6 +279,13 @@ def test_a_plan_that_waited_in_vain_asks_for_nothing_more(growing: Growing) -> N
     with pytest.raises(ConfigError, match="scaling: 1 worker and 1 engine need a node with the labels market=spot"):
         wait_for_room(SPOT, 0.01, lambda message: None)
     assert growing.asked[-1] == ([], None)
+
+
+def test_a_cluster_that_cannot_grow_is_not_waited_for(growing: Growing) -> None:
+    growing.looks_before = 10**6
+    with pytest.raises(ConfigError, match="scaling: 1 worker and 1 engine need a node with the labels market=spot"):
+        wait_for_room(SPOT, 0.0, pytest.fail)
+    assert growing.asked == []
 
 
 def test_a_plan_with_room_neither_waits_nor_asks(growing: Growing) -> None:
@@ -305,7 +312,7 @@ def test_a_plan_that_fits_is_let_through(ray_cluster: None) -> None:
         ),
         (
             ResourcePlan([{"CPU": 1.0}] * 2, [], strategy="STRICT_SPREAD"),
-            "scaling: 2 workers need 1 CPU, 1 CPU, which cannot be placed together on 1 nodes with 4 CPU",
+            "scaling: 2 workers need 1 CPU, 1 CPU, which STRICT_SPREAD cannot place on 1 node with 4 CPU",
         ),
     ],
 )

@@ -49,7 +49,13 @@ def _may_be(annotation: Any, *kinds: type) -> bool:
     return annotation in kinds or any(_may_be(each, *kinds) for each in typing.get_args(annotation))
 
 
+_RAYS_OWN = ("CPU", "GPU")
+
+
 def _check_resources(resources: dict[str, float]) -> dict[str, float]:
+    for name in resources:
+        if name not in _RAYS_OWN and name.upper() in _RAYS_OWN:  # which no node of Ray has
+            raise ValueError(f"no resource of Ray is called {name}; nearest: {name.upper()}")
     if not any(resources.values()):
         raise ValueError("at least one resource must be more than 0")  # Ray refuses an empty bundle
     return resources
