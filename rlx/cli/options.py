@@ -226,10 +226,15 @@ def _refuse(argument: str, parser: argparse.ArgumentParser) -> typing.NoReturn:
 
 
 def _refuse_empty(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Raises ConfigError for an option of the command itself whose value is empty, as of a shell's unset variable."""
+    """Raises ConfigError for an option whose value is empty, as of a shell's unset variable.
+
+    Lists may be empty. Whether a text may, its setting says.
+    """
     for action in parser._actions:
         is_empty = getattr(args, action.dest, None) == "" != action.const
-        if is_empty and (action.dest in ("name", "storage") or action.dest not in settings()):
+        field = settings().get(action.dest)
+        is_text = field and action.dest not in ("name", "storage") and {str, tuple} & set(_kinds(field.annotation))
+        if is_empty and not is_text:
             raise ConfigError(f"{action.option_strings[0]}: expected a value, found an empty one")
 
 
@@ -305,13 +310,36 @@ def _value(text: str, annotation: Any) -> Any:
 
     The text itself where the setting accepts strings, otherwise the text read as YAML.
     """
-    kinds = [typing.get_origin(alternative) or alternative for alternative in _alternatives(annotation)]
+    kinds = _kinds(annotation)
     if types.NoneType in kinds and text.lower() in ("none", "null"):
         return None
     if str in kinds or Literal in kinds:
         return text
-    value = _parse(f"[{text}]" if tuple in kinds and not text.startswith("[") else text)
+    for alternative in _alternatives(annotation):
+        if typing.get_origin(alternative) is tuple:
+            return _items(text, of_texts=str in _kinds(typing.get_args(alternative)[0]))
+    value = _parse(text)
     return _whole(value) if int in kinds and isinstance(value, str) else value
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """What the values of a type may be: bool, str, tuple, Literal, ..."""
+    return [typing.get_origin(alternative) or alternative for alternative in _alternatives(annotation)]
+
+
+def _items(text: str, *, of_texts: bool) -> Any:
+    """The list that a text such as `a, b` or `[a, b]` stands for; the text itself where YAML reads it otherwise.
+
+    Where items are texts, what is none to YAML is one item: a number, a line break, or a mark such as #.
+    """
+    if text.lstrip().startswith("["):
+        return _parse(text)
+    items = _parse(f"[{text}]")
+    is_list = isinstance(items, list)
+    is_read = is_list and all(isinstance(each, str) for each in items) and bool(items or not text)
+    if of_texts and not is_read and ("," not in text or text == ","):
+        return [text]
+    return items if is_list else text
 
 
 def _whole(text: str) -> int | str:

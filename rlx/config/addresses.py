@@ -62,6 +62,8 @@ def why_unusable(address: str) -> str:
 
 
 def _refuse_unusable(address: str) -> str:
+    if not address:  # as of a shell's variable that is not set
+        raise ValueError("expected a value, found an empty one")
     if reason := why_unusable(address):
         raise ValueError(reason)
     return address

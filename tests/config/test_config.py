@@ -792,6 +792,10 @@ def test_parse_separates_settings_from_the_options_of_the_command() -> None:
         (["--rollout.resources-per-engine.GPU", "1"], "rollout.resources_per_engine", {"CPU": 0.5, "GPU": 1.0}),
         (["--rollout.resources_per_engine", "{GPU: 1}"], "rollout.resources_per_engine", {"GPU": 1.0}),
         (["--rollout.top-k", "-1"], "rollout.top_k", -1),
+        (["--train.adam-betas", " [0.8, 0.9]"], "train.adam_betas", (0.8, 0.9)),
+        (["--rollout.stop", "a, b"], "rollout.stop", ("a", "b")),
+        *((["--rollout.stop", mark], "rollout.stop", (mark,)) for mark in ("#", ":", ",", '"', "- x", "1", "no", "\n")),
+        (["--rollout.stop", ""], "rollout.stop", ()),
     ],
 )
 def test_option_texts_become_values(argv: list[str], key: str, value: Any) -> None:
@@ -815,6 +819,33 @@ def test_a_mistyped_option_is_refused_with_the_nearest(argv: list[str], message:
     with pytest.raises(ConfigError) as refused:
         given(*argv)
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("text", [",mlflow", "mlflow, #"])
+def test_a_list_that_cannot_be_read_is_shown_as_it_was_typed(text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        configured("--tracking.backends", text)
+    assert str(refused.value).endswith(f"tracking.backends = '{text}': expected a list, such as [a, b] or ['#', ',']")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("train.steps", "scaling.use_gpu", "data.params", "model.critic", "algorithm.kl_coef", "name", "storage"),
+        *("model.path", "model.critic_path", "tracking.uri", "data.source", "environment.name", "reward.judge_model"),
+    ],
+)
+def test_an_empty_value_is_no_value(key: str) -> None:
+    """As of a shell's variable that is not set; lists and free texts may be empty."""
+    with pytest.raises(ConfigError, match=r"expected a value, found an empty one$|should have at least 1 character$"):
+        configured(f"--{key}", "")
+    assert configured("--data.system-prompt", "", "--model.lora-targets", "").data.system_prompt == ""
+
+
+@pytest.mark.parametrize("key", ["storage", "model.path", "tracking.uri", "eval.source", "environment.name"])
+def test_an_empty_address_or_name_in_a_file_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key} = '': "):
+        from_tree(with_overrides({}, {key: ""}))
 
 
 @pytest.mark.parametrize(

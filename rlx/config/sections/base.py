@@ -106,6 +106,7 @@ Params = Annotated[dict[str, Any], pydantic.AfterValidator(_check_params)]
 """settings of something that is not rlx's, by name"""
 Arguments = Annotated[Params, pydantic.AfterValidator(_check_names)]
 """arguments of a function of another library, by name"""
+NonEmptyText = Annotated[str, Field(min_length=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Pattern = Annotated[str, pydantic.AfterValidator(_check_pattern)]

@@ -11,7 +11,7 @@ import pydantic
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlx.config.addresses import Address
-from rlx.config.sections.base import Arguments, Fraction, Params, Pattern, Section
+from rlx.config.sections.base import Arguments, Fraction, NonEmptyText, Params, Pattern, Section
 from rlx.config.sections.reward import RewardConfig
 from rlx.config.sweep import metric_name
 
@@ -68,10 +68,10 @@ class PromptSettings(Section):
     params: Params | None = None
     num_prompts: PositiveInt | None = None
     seed: NonNegativeInt | None = None
-    prompt_column: str | None = None
-    answer_column: str | None = None
+    prompt_column: NonEmptyText | None = None
+    answer_column: NonEmptyText | None = None
     expected_pattern: Pattern | None = None
-    system_column: str | None = None
+    system_column: NonEmptyText | None = None
     prompt_template: Template | None = None
     system_prompt: str | None = None
 
@@ -136,15 +136,15 @@ class DataConfig(Section):
     """number of training prompts to generate (reasoning-gym only; held-out questions among them are removed)"""
     seed: NonNegativeInt = 0
     """first seed of the generated training prompts"""
-    prompt_column: str = "question"
+    prompt_column: NonEmptyText = "question"
     """column of stored prompts that holds the question: text, or a conversation as a list of {role, content}; a.b is
     the entry b of the cells in column a"""
-    answer_column: str = "answer"
+    answer_column: NonEmptyText = "answer"
     """column of stored prompts that holds the expected answer, e.g. reward_model.ground_truth"""
     expected_pattern: Pattern | None = None
     """regular expression whose first group (or full match) in that column is the expected answer, e.g. "#### (.+)" for
     GSM8K, whose answers begin with the way there; the last match counts; unset: the whole cell"""
-    system_column: str | None = None
+    system_column: NonEmptyText | None = None
     """column of stored prompts with a system message for each; data.system_prompt where its cell is empty"""
     prompt_template: Template | None = None
     """question made of several columns, e.g. "{context}\\n\\nQuestion: {question}"; braces that are text are doubled,

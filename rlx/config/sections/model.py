@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat
+from pydantic import NonNegativeInt, PositiveFloat
 
 from rlx.config.addresses import Address
-from rlx.config.sections.base import Section
+from rlx.config.sections.base import NonEmptyText, Section
 
 ALL_LAYERS = "all-linear"
 """peft's name for the layers that get adapters when model.lora_targets names none"""
@@ -41,7 +41,7 @@ class ModelConfig(Section):
     """rank of the LoRA adapters that are trained instead of the weights; 0: train the weights"""
     lora_alpha: PositiveFloat = 32.0
     """adapters are scaled by lora_alpha / lora_rank"""
-    lora_targets: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    lora_targets: tuple[NonEmptyText, ...] = ()
     """names of the linear layers that get adapters, e.g. q_proj,v_proj; empty: all except the output layer"""
     lora_sync: Literal["merged", "adapter"] = "merged"
     """weights that engines receive. merged: full weights with the adapters merged in; adapter: only the adapters, which

@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlx.config.addresses import Address, VariableName
 from rlx.config.errors import nearest
-from rlx.config.sections.base import Pattern, Resources, Section
+from rlx.config.sections.base import NonEmptyText, Pattern, Resources, Section
 
 CORRECTNESS = ("task", "exact_match", "numeric", "math_verify", "code", "environment")
 """reward functions that decide whether an answer is correct"""
@@ -94,7 +94,7 @@ class RewardConfig(Section):
     """for judge: address of a server with OpenAI's chat protocol, e.g. http://HOST:8000/v1 of vllm serve"""
     judge_url_key_env: VariableName | None = None
     """environment variable that holds the key of that server, sent as a bearer token"""
-    judge_model: str | None = None
+    judge_model: NonEmptyText | None = None
     """for judge: name of the model there"""
     judge_mode: Literal["score", "rank"] = "score"
     """score: one request per completion, whose reply has a number; rank: one per prompt, whose reply orders all of its

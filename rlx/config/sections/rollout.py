@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import pydantic
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from rlx.config.sections.base import Arguments, Fraction, Resources, Section
+from rlx.config.sections.base import Arguments, Fraction, NonEmptyText, Resources, Section
 from rlx.config.sections.schedule import ScheduledSection
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -50,9 +50,9 @@ class RolloutConfig(ScheduledSection):
     """subtracted from the logits of tokens that the response has; needs algorithm.rollout_correction"""
     frequency_penalty: Penalty = 0.0
     """subtracted from a token's logit for each time that the response has it; needs algorithm.rollout_correction"""
-    bad_words: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    bad_words: tuple[NonEmptyText, ...] = ()
     """texts whose last token is never drawn after the others; needs algorithm.rollout_correction"""
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    stop: tuple[NonEmptyText, ...] = ()
     """texts that end a response, e.g. ["</answer>"]; the response keeps the token that completes one"""
     sampling_options: Arguments = Field(default_factory=dict)
     """further arguments of vLLM's SamplingParams, e.g. {logit_bias: {11: -5}}; those that may alter the distribution
@@ -108,7 +108,7 @@ class RolloutConfig(ScheduledSection):
 class EnvironmentConfig(Section):
     """What the policy talks to, how long its episodes are, and the processes of the environments."""
 
-    name: str | None = None
+    name: NonEmptyText | None = None
     """calculator, python, guess_number, treasure, code, gymnasium, or module:Class, a class of your own; unset: none,
     each completion is one turn. See docs/environments.md"""
     params: Arguments = Field(default={})

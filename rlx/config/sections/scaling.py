@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from rlx.config.sections.base import Resources, Section
+from rlx.config.sections.base import NonEmptyText, Resources, Section
 
 
 class ScalingConfig(Section):
@@ -18,7 +18,7 @@ class ScalingConfig(Section):
     """train on GPUs, one per worker unless resources_per_worker has another number"""
     resources_per_worker: Resources = Field(default_factory=lambda: {"CPU": 0.5})
     """resources that Ray reserves for each worker; a worker on CPU uses one thread per CPU, rounded, at least one"""
-    accelerator_type: str | None = None
+    accelerator_type: NonEmptyText | None = None
     """required GPU model of workers and engines by its name in Ray, e.g. H200"""
     label_selector: dict[str, str] = Field(default_factory=dict)
     """labels that the nodes of the workers must have, e.g. {market-type: "!spot"}, as Ray writes them"""
