@@ -159,11 +159,14 @@ _CALLED = {
     "resume (a run's name)": "resume_from_checkpoint resume_from_path resume_mode load_checkpoint",
     # machines
     "scaling.num_workers": "num_gpus n_gpus gpus num_processes num_learners",
+    "scaling.num_workers (FSDP over all workers that parallel.tp and parallel.sp leave)": "dp data_parallel_size",
+    "scaling.num_workers (with FSDP; there is no pipeline and no expert parallelism)": "pp ep pipeline_parallel_size "
+    "pipeline_model_parallel_size expert_parallel_size expert_model_parallel_size",
     "scaling.num_workers (workers of all nodes)": "n_gpus_per_node nproc_per_node actor_num_gpus_per_node nnodes "
     "num_nodes actor_num_nodes",
     "scaling.resources_per_worker": "resources_per_trial",
     "parallel.tp": "ds_tensor_parallel_size",
-    "parallel.sp": "ulysses_sequence_parallel_size ring_attn_size",
+    "parallel.sp": "ulysses_sequence_parallel_size ring_attn_size cp context_parallel_size",
     # options of sweeps
     "trials": "num_samples num_trials",
     "max_concurrent": "max_concurrent_trials",

@@ -153,13 +153,19 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Refuses a key that is there twice: the first would be lost without a word."""
-        keys: set[str] = set()
+        texts, values = dict[str, str](), dict[Any, str]()  # 0 and 0.0 are one key, and so may 1 and "1" be
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
-                if key.value in keys:
-                    raise ValueError(f"line {key.start_mark.line + 1}: {key.value} is there twice")
-                keys.add(key.value)
+                value = self.construct_object(key)
+                if (before := texts.get(key.value, values.get(value))) is not None:
+                    also = "" if before == key.value else f", as {before} before"
+                    raise ValueError(f"line {key.start_mark.line + 1}: {key.value} is there twice{also}")
+                texts[key.value] = values[value] = key.value
         return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Makes values at once, where PyYAML refuses what contains itself."""
+        return super().construct_object(node, deep=True)
 
 
 _MERGE = "tag:yaml.org,2002:merge"

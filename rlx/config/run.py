@@ -303,7 +303,7 @@ def explained(mistake: ErrorDetails, problem: str | None = None) -> str:
     elif mistake["type"] == "dict_type":
         message = f"expected entries, such as {key}.NAME 1"
     elif mistake["type"] == "tuple_type":
-        message = "expected a list, such as [a, b] or ['#', ',']"
+        message = "expected a list, such as [a, b]"
     elif mistake["type"] == "too_long":
         message = f"expected at most {mistake['ctx']['max_length']} values, found {mistake['ctx']['actual_length']}"
     elif mistake["type"] == "literal_error":

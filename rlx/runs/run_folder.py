@@ -141,7 +141,7 @@ def _instead_of(run: Storage, address: str) -> str:
     for held, file, use in (models, ("runs", "run.json", "give one of them, e.g. {}")):
         if found := list(itertools.islice((name for name in names[:100] if (run / name / file).exists()), 3)):
             return f": it holds {held} ({', '.join(found)}); {use.format(join_address(address, found[0]))}"
-    return ""
+    return "" if names or run.exists() else ": there is no such folder"
 
 
 def saved_config(folder: Storage) -> dict[str, Any]:

@@ -267,7 +267,9 @@ def find_checkpoint(run: Storage, which: str, metric: str, mode: str) -> Checkpo
     if named:
         return named
     names = ["newest", "best", *(entry.name for entry in complete)]
-    raise StorageError(f"no checkpoint {which} in {run.path}, there are {', '.join(names)}{nearest(which, names)}")
+    raise StorageError(
+        f"no checkpoint {which or repr(which)} in {run.path}, there are {', '.join(names)}{nearest(which, names)}"
+    )
 
 
 def whole_best(run: Storage, entries: Sequence[CheckpointEntry], metric: str, mode: str) -> CheckpointEntry:

@@ -181,6 +181,7 @@ def test_what_is_not_there_is_one_line(which: str, kind: type[Exception], said: 
 @pytest.mark.parametrize(
     ("which", "said"),
     [
+        ("./nothere", "/nothere: there is no such folder"),
         ("{}/export", "/export: it is the folder of a model; --model.path {}/export trains it, transformers loads it"),
         ("{}/export@best", "/export: it is the folder of a model; --model.path {}/export trains it"),
         ("export", "/export: it is the folder of a model; --model.path {}/export trains it, transformers loads it"),

@@ -527,6 +527,7 @@ def test_a_damaged_checkpoint_gives_its_place_to_no_other_one_in_silence(
         ("best", "no checkpoint in {} has accuracy: other steps measured it (eval.every)"),
         ("10", "checkpoint step_000010 in {} is not complete: rank_00000.safetensors is missing"),
         ("step_000015", "checkpoint step_000015 in {} is not complete: no manifest.json: it was never finished"),
+        ("", "no checkpoint '' in {}, there are newest, best, step_000005, step_000020"),
         ("7", "no checkpoint 7 in {}, there are newest, best, step_000005, step_000020"),
         ("step_00005", "; nearest: step_000005"),
         ("newst", "; nearest: newest"),
