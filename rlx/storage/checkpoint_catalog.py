@@ -267,9 +267,8 @@ def find_checkpoint(run: Storage, which: str, metric: str, mode: str) -> Checkpo
     if named:
         return named
     names = ["newest", "best", *(entry.name for entry in complete)]
-    raise StorageError(
-        f"no checkpoint {which or repr(which)} in {run.path}, there are {', '.join(names)}{nearest(which, names)}"
-    )
+    asked = which or repr(which)
+    raise StorageError(f"no checkpoint {asked} in {run.path}, there are {', '.join(names)}{nearest(which, names)}")
 
 
 def whole_best(run: Storage, entries: Sequence[CheckpointEntry], metric: str, mode: str) -> CheckpointEntry:
