@@ -277,7 +277,7 @@ def test_a_run_without_checkpoints(storage: str, shown: Shown) -> None:
     ("run", "said"),
     [
         ("tyr1", "error: no run 'tyr1' in {here}/kept/runs; nearest: try1\n"),
-        ("kept/runs/tyr1", "error: no run in {here}/kept/runs/tyr1\n"),
+        ("kept/runs/tyr1", "error: no run in {here}/kept/runs/tyr1: there is no such folder\n"),
         (
             "kept/runs/try1/run.json",
             "error: no run in {here}/kept/runs/try1/run.json\n",
