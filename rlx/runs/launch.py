@@ -79,7 +79,6 @@ class Parent:
     folder: Storage
     tags: Mapping[str, str] = field(default_factory=dict)  # of the nested run
     signer: Signer | None = None  # for its settings; None: the user's key is read
-    when_stopped: RunStatus = RunStatus.FINISHED  # with which it ends if it is stopped; KILLED: it may go on
 
 
 def run(
@@ -320,7 +319,8 @@ def _closing(record: OutboxTracker, name: str, notify: Notify, parent: Parent | 
         yield
         status = RunStatus.FINISHED
     except (RunStopped, SystemExit):  # Tune's report exits the thread of a trial that it has stopped
-        status = parent.when_stopped if parent else RunStatus.FINISHED
+        # That of a sweep may have been paused or interrupted, which is not its end: the driver knows, see `TrialLog`.
+        status = RunStatus.KILLED if parent else RunStatus.FINISHED
         raise
     except KeyboardInterrupt:
         status = RunStatus.KILLED

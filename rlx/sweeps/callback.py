@@ -27,7 +27,6 @@ from rlx.config.sweep import DEFAULT_METRIC, PROGRESS
 from rlx.runs import run_folder
 from rlx.runs.preflight import absolute_paths
 from rlx.storage.filesystem import Storage
-from rlx.sweeps.choices import PAUSING
 from rlx.sweeps.records import SweepPlan, TrialRecords, TrialState, resuming
 from rlx.sweeps.schedulers.schedule import Schedule
 from rlx.sweeps.trainable import Attempt, attempt_config, newest_attempt, tags_of
@@ -133,7 +132,7 @@ class SweepCallback(tune.Callback):
         is_done = trial.last_result.get("step", 0) >= self.steps
         state = TrialState.FINISHED if is_done else TrialState.STOPPED
         self.log.end_trial(trial, state)
-        if state is TrialState.STOPPED and self.plan.scheduler in PAUSING:  # its process cannot tell that from a pause
+        if state is TrialState.STOPPED:  # its process cannot tell that from a pause or an interrupt
             self.log.end_mlflow_run(trial, RunStatus.FINISHED)
         self._show(trial, trial.last_result, state)
 

@@ -37,7 +37,6 @@ from rlx.storage.addresses import join_address, without_options
 from rlx.storage.checkpoint_catalog import checkpoint_name, complete_checkpoints
 from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import Signer
-from rlx.sweeps.choices import PAUSING
 from rlx.sweeps.records import SweepPlan, TrialRecord, record_of
 from rlx.tracking.base import RunStatus, TrackingService
 from rlx.types import OnReport
@@ -260,10 +259,8 @@ def run_trial(
     folder = runs / attempt.name
     if message := failure_of(folder):
         raise RunError(message)
-    # Whoever is stopped may have been paused, which is not its end: the driver knows, see `TrialLog`.
-    stopped = RunStatus.KILLED if plan.scheduler in PAUSING else RunStatus.FINISHED
     nested_in = sweep if attempt.is_first else runs / attempt.trial
-    parent = Parent(nested_in, tags_of(plan.name, attempt), shared.signer, stopped)
+    parent = Parent(nested_in, tags_of(plan.name, attempt), shared.signer)
     if attempt.start and not holds_run(folder):
         finish_run(runs / newest_attempt(sweep, attempt.trial), shared.tracking)
     try:

@@ -30,6 +30,11 @@ class RunStatus(StrEnum):
     FAILED = "FAILED"
     KILLED = "KILLED"
 
+    def after(self, earlier: str | None) -> RunStatus:
+        """The state of a run that had ended with another one: one that has finished stays so when its process, which is
+        stopped after that, says that it was killed."""
+        return RunStatus.FINISHED if (earlier, self) == (RunStatus.FINISHED, RunStatus.KILLED) else self
+
 
 class Reach(StrEnum):
     """Which processes can write to a service."""
@@ -162,7 +167,7 @@ class RunWriter(Protocol):
         """Sets tags."""
 
     def end(self, status: RunStatus, at: int) -> None:
-        """Ends the run, unless it has this status already."""
+        """Ends the run, unless it has this status already; see `RunStatus.after`."""
 
 
 class TrackingService(Protocol):

@@ -15,6 +15,7 @@ from ray.tune.experiment import Trial
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections.records import BackendName
+from rlx.config.sweep import SchedulerName
 from rlx.runs.run_folder import holds_run
 from rlx.storage.filesystem import Storage
 from rlx.sweeps import callback
@@ -207,9 +208,10 @@ def test_a_trial_that_ends_before_its_last_step_was_stopped(
     assert [metrics.items() <= told.items() for _, told, _ in seen] == [False, True, True]
 
 
+@pytest.mark.parametrize("scheduler", ["asha", "race"])
 @pytest.mark.parametrize("status", [Trial.RUNNING, Trial.PAUSED])
-def test_a_trial_that_a_pausing_scheduler_stops_has_ended_at_once(status: str, sweep: Sweep) -> None:
-    sweep.callback.plan = replace(sweep.callback.plan, scheduler="race")
+def test_a_trial_that_a_scheduler_stops_has_ended_at_once(status: str, scheduler: SchedulerName, sweep: Sweep) -> None:
+    sweep.callback.plan = replace(sweep.callback.plan, scheduler=scheduler)
     sweep.start(0)
     sweep.report(0, 4, 0.5)
     sweep.trials[0].set_status(status)

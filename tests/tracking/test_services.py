@@ -165,6 +165,15 @@ def test_an_end_that_comes_twice_is_written_once(tmp_path: Path, folder: Storage
     assert len(list((tmp_path / "tb" / "s" / "trial_00000").glob("events*"))) == 1
 
 
+def test_a_run_of_tensorboard_that_has_finished_was_not_killed(tmp_path: Path, folder: Storage) -> None:
+    recorded(service := TensorBoardService(tmp_path / "tb"), folder, 0)
+    process = OutboxTracker([service], folder, "rank_0")
+    process.log({"reward/mean": 0.5}, 1)  # late
+    process.end(RunStatus.KILLED)
+    assert process.close(LONG_S) == 0
+    assert texts(tmp_path / "tb" / "s" / "trial_00000")["tags/status/text_summary"] == "FINISHED"
+
+
 def test_a_tracker_of_steps_that_are_done_again_says_so(tmp_path: Path, folder: Storage) -> None:
     service = TensorBoardService(tmp_path / "tb")
     recorded(service, folder, 0, 1)
@@ -273,6 +282,25 @@ def test_wandb_keeps_all_tags_and_a_run_that_goes_on_has_no_error(
     first, second = (config(finished(file)) for file in sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb")))
     assert first | {"train": {"actor_lr": 1e-05}, "rlx_kind": "run", "rlx_sweep": "s", "rlx_error": "no room"} == first
     assert second == {"rlx_error": "", "rlx_stopped": 1}  # W&B keeps the keys that it has and are not among these
+
+
+@pytest.mark.slow
+def test_a_run_of_wandb_that_has_finished_was_not_killed(
+    tmp_path: Path, folder: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    recorded(service := WandbService(tmp_path), folder, 0)
+    time.sleep(1.1)  # as above
+    process = OutboxTracker([service], folder, "rank_0")
+    process.log_text("late.txt", "")
+    process.end(RunStatus.KILLED)
+    assert process.close(LONG_S) == 0
+    attempts = [finished(file) for file in sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))]
+    exits = [
+        each.exit.exit_code for records in attempts for each in records if each.WhichOneof("record_type") == "exit"
+    ]
+    assert exits == [0, 0]
 
 
 def config(records: list[Any]) -> dict[str, Any]:

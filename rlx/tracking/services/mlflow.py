@@ -215,15 +215,10 @@ class MLflowRun:
         self._client.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
 
     def end(self, status: RunStatus, at: int) -> None:
-        """Ends the run. A run that has this status already keeps its end time.
-
-        One that has finished stays so when its process, which is stopped after that, says that it was killed.
-        """
+        """Ends the run. A run that has this status already keeps its end time."""
         run = self._client.get_run(self.run_id)
         if run.info.status != status:
-            if run.info.status == RunStatus.FINISHED and status == RunStatus.KILLED:
-                status = RunStatus.FINISHED
-            if status == RunStatus.FINISHED:
+            if (status := status.after(run.info.status)) == RunStatus.FINISHED:
                 mlflow_page.log_best(self._client, self.run_id, at)
             self._client.set_terminated(self.run_id, status, at - paused_ms(run))
 

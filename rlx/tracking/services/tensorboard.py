@@ -141,7 +141,7 @@ class TensorBoardRun:
         for name, value in metrics.items():
             whole.MergeFrom(summary.scalar(name, value))
         self._write(whole, step, at)
-        self.last_step, self._ended = max(step, self.last_step), None
+        self.last_step = max(step, self.last_step)
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int, again: bool = False) -> None:
         """Writes completions as a table in Markdown."""
@@ -160,14 +160,14 @@ class TensorBoardRun:
             self._text(f"{_TAGS}/{name}", value)
 
     def end(self, status: RunStatus, at: int) -> None:
-        """Writes how the run ended and closes its file, unless that has been done."""
-        if self._ended == status:
-            return
-        self.set_tags({"status": status})
-        self._ended = status
+        """Writes how the run ended, unless that has been done, and closes its file."""
+        if (status := status.after(self._ended)) != self._ended:
+            self.set_tags({"status": status})
+            self._ended = status
         with self._lock:
-            self._events.close()
-            self._events = None
+            if self._events is not None:
+                self._events.close()
+                self._events = None
 
     def _text(self, name: str, text: str, step: int = 0) -> None:
         from tensorboardX import summary

@@ -93,6 +93,7 @@ class WandbService:
 
     def reopen_run(self, run_id: str, at: int) -> bool:
         """Opens the run again; W&B counts its steps on. An error of before is emptied: W&B's config loses no key."""
+        self.runs.go_on(run_id)
         config = self.runs.open(run_id).config
         if _is_offline() or config.get(_config_key(ERROR_TAG)):  # offline, W&B does not know what it was told before
             config.update(as_config({ERROR_TAG: ""}), allow_val_change=True)
@@ -121,7 +122,7 @@ class OpenRuns:
     def __init__(self, folder: Path) -> None:
         self._folder, self._lock = folder, threading.Lock()
         self._runs: dict[str, _Run] = {}  # wandb's, by PROJECT/KEY
-        self._ended: dict[str, RunStatus] = {}  # how the others ended, of those that were open here
+        self._ended: dict[str, RunStatus] = {}  # how they ended last, unless they go on since
 
     def address(self, run_id: str | None) -> str | None:
         """The web address of a run; None if it is not open here."""
@@ -145,13 +146,16 @@ class OpenRuns:
                 own = wandb.Settings(
                     console="off", silent=True, disable_git=True, x_disable_stats=True, init_timeout=_TIMEOUT_S
                 )
-                self._ended.pop(run_id, None)
                 self._runs[run_id] = wandb.init(**options, **description, reinit="create_new", settings=own)
             return self._runs[run_id]
 
     def status(self, run_id: str) -> RunStatus | None:
-        """How a run ended here; None if it is open, or never was."""
+        """How a run ended here, also if it was opened since for late records; None if it goes on."""
         return self._ended.get(run_id)
+
+    def go_on(self, run_id: str) -> None:
+        """Forgets how a run ended."""
+        self._ended.pop(run_id, None)
 
     def close(self, run_id: str, status: RunStatus) -> None:
         """Ends a run if it is open; waits until W&B has its records."""
@@ -220,9 +224,10 @@ class WandbRun:
 
     def end(self, status: RunStatus, at: int) -> None:
         """Ends the run, unless it has this status already."""
-        if self._runs.status(self._run_id) != status:
+        ended = self._runs.status(self._run_id)
+        if (status := status.after(ended)) != ended:
             self._runs.open(self._run_id)  # a lost process may have left it open
-            self._runs.close(self._run_id, status)
+        self._runs.close(self._run_id, status)
 
 
 def nested(settings: Mapping[str, str]) -> dict[str, Any]:
