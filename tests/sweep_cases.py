@@ -106,6 +106,7 @@ def trial(
     history[DEFAULT_METRIC] = list(curve.values())
     history["tokens/total"] = [100.0 * step for step in curve]
     history["time/step"] = (10.0 + number) / max(1, len(curve))
+    more = {"planned_steps": 10, **more}
     return Trial(f"trial_{number:05d}", (str(number),), dict(settings), status, history, **more)
 
 

@@ -6,7 +6,6 @@ ranking and statistics (statistics.py).
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import sys
@@ -25,6 +24,7 @@ from rlx.config.sections.base import flatten
 from rlx.config.sweep import DEFAULT_METRIC, PROGRESS, Mode, RungUnit
 from rlx.tracking.base import ERROR_TAG, RunStatus, TrackedRun
 from rlx.tracking.metrics import METRICS, meaning
+from rlx.tracking.parameters import setting_of
 from rlx.tracking.services import mlflow
 from rlx.tracking.services.mlflow_page import run_address
 
@@ -64,6 +64,7 @@ class Trial:
     origins: tuple[str, ...] = ()  # the checkpoints that later attempts continued from, e.g. trial_00001@6
     end_ms: int | None = None  # of the last attempt, since the epoch; None while it is running
     error: str = ""  # why it failed, if it did and has said so
+    planned_steps: int | None = None  # which it was to do; None if not recorded
 
     def curve(self, metric: str) -> pd.Series[float]:
         """A metric by step, without steps that have no value, and up to the one at which a scheduler stopped it.
@@ -77,6 +78,12 @@ class Trial:
     def was_stopped(self) -> bool:
         """Whether a scheduler stopped it."""
         return self.stopped_at is not None
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether it was interrupted, or waits, before its last step: it may go on."""
+        is_open = self.status == RunStatus.KILLED and not self.was_stopped
+        return is_open and (self.planned_steps is None or self.last_step < self.planned_steps)
 
     @property
     def last_step(self) -> int:
@@ -343,13 +350,14 @@ def _trial(
     return Trial(
         name=first.name.removeprefix(f"{sweep}."),
         run_ids=tuple(run.id for run in attempts),
-        settings={key: _setting(params, key) for key in varied},
+        settings={key: setting_of(params, key) for key in varied},
         status=last.status,
         history=_joined_history(uri, attempts, metrics),
         stopped_at=None if stopped_at is None else int(stopped_at),
         origins=tuple(run.tags["rlx.from"] for run in attempts if "rlx.from" in run.tags),
         end_ms=last.end_ms,
         error=printable(last.tags.get(ERROR_TAG, "")) if last.status == RunStatus.FAILED else "",
+        planned_steps=int(params["train.steps"]) if "train.steps" in params else None,
     )
 
 
@@ -378,23 +386,3 @@ def _history(uri: str, run: TrackedRun, metrics: Sequence[str]) -> pd.DataFrame:
         finite = {point.step: point.value for point in points if abs(point.value) < sys.float_info.max}
         columns[metric] = pd.Series(finite, dtype=float)
     return pd.DataFrame(columns).sort_index().rename_axis("step")
-
-
-def _setting(params: Mapping[str, str], key: str) -> Setting:
-    """The value of a setting, or of an entry of one that is a dict: a number, or the text that was recorded."""
-    text = params.get(key)
-    if text is None:  # an entry: what is recorded is the dict
-        whole = {name: _literal(each) for name, each in params.items() if key.startswith(f"{name}.")}
-        entry = setting_at(whole, key)
-        text = None if entry is None else str(entry)
-    value = _literal(text)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number or text is None else printable(text)
-
-
-def _literal(text: str | None) -> Any:
-    """The value that a text stands for; None if it stands for none."""
-    try:
-        return None if text is None else ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return None

@@ -153,8 +153,10 @@ def final_value(trial: Trial, metric: str) -> float:
 
 
 def has_ended(trial: Trial, metric: str) -> bool:
-    """Whether a trial has ended with a value of the metric: one that failed has not, whatever it logged before."""
-    return trial.status not in (RunStatus.RUNNING, RunStatus.FAILED) and len(trial.curve(metric)) > 0
+    """Whether a trial has ended with a value of the metric: one that failed, was interrupted or waits has not, whatever
+    it logged before."""
+    is_over = trial.status not in (RunStatus.RUNNING, RunStatus.FAILED) and not trial.was_cut
+    return is_over and len(trial.curve(metric)) > 0
 
 
 def best_value(trial: Trial, metric: str, mode: Mode) -> float:

@@ -6,7 +6,7 @@ Left out: statistics, and every kind of figure.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -34,6 +34,12 @@ def settings_label(settings: Mapping[str, Any]) -> str:
     """Settings in one line: actor_lr 0.0001, epochs 2."""
     parts = zip(short_names(settings), settings.values(), strict=True)
     return ", ".join(f"{name} {setting_text(value)}" for name, value in parts) or "the one setting"
+
+
+def progress_text(done: Sequence[int], planned: int | None) -> str:
+    """How far trials are: 4 to 6 of 40 steps."""
+    least, most = min(done), max(done)
+    return f"{least}{f' to {most}' if most > least else ''}{f' of {planned}' if planned else ''} steps"
 
 
 def setting_text(value: Any) -> str:

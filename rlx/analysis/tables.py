@@ -14,7 +14,7 @@ from rich.table import Table
 
 from rlx.analysis.loading import Sweep, Trial
 from rlx.analysis.statistics import Group, best_value, final_value, rank_trials
-from rlx.analysis.style import as_text, setting_text, short_names
+from rlx.analysis.style import as_text, progress_text, setting_text, short_names
 from rlx.config.sweep import DEFAULT_METRIC, Mode
 from rlx.tracking.base import RunStatus
 from rlx.tracking.console import plain_console, table_text
@@ -117,8 +117,12 @@ def _measure(table: pd.DataFrame) -> Measurement:
 
 def _remarks(trials: Sequence[Trial]) -> str:
     """Remarks that a mean needs: which trials did not end as planned, and which continued from others."""
+    cut = [trial.last_step for trial in trials if trial.was_cut]
+    at = f" at {progress_text(cut, trials[0].planned_steps)}" if cut else ""
     statuses = Counter(
-        trial.status.lower() for trial in trials if trial.status != RunStatus.FINISHED and not trial.was_stopped
+        trial.status.lower() + at * trial.was_cut
+        for trial in trials
+        if trial.status != RunStatus.FINISHED and not trial.was_stopped
     )
     stops = sorted(str(trial.stopped_at) for trial in trials if trial.was_stopped)
     remarks = [f"{count} {status}" if len(trials) > 1 else status for status, count in statuses.items()]

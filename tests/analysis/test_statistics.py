@@ -12,6 +12,8 @@ from scipy import stats
 from sweep_cases import sweep, trial
 
 from rlx.analysis import static_figure, statistics, style, tables
+from rlx.analysis.comparison.evidence import Evidence
+from rlx.analysis.comparison.wording import sweep_verdict
 from rlx.analysis.loading import Setting
 from rlx.analysis.sentences import difference_sentence, summary_sentence
 from rlx.analysis.statistics import difference, group_trials, mean_interval
@@ -97,7 +99,7 @@ def test_what_failed_is_behind_all_that_did_not() -> None:
     early = sweep(
         trial(0, {LR: 1.0}, {0: 0.9}, status="FAILED"),
         trial(1, {LR: 2.0}, {0: 0.1, 9: 0.3}),
-        trial(2, {LR: 3.0}, {0: 0.1, 9: 0.4}, status="KILLED"),
+        trial(2, {LR: 3.0}, {0: 0.1, 10: 0.4}, status="KILLED"),
         trial(3, {LR: 4.0}, {}, status="RUNNING"),
     )
     groups = group_trials(early)
@@ -105,6 +107,30 @@ def test_what_failed_is_behind_all_that_did_not() -> None:
     assert groups[-1].values == () and groups[-1].ended == ()
     assert tables.trial_table(early)["trial"].tolist()[-1] == "trial_00000"
     assert summary_sentence(groups).startswith("actor_lr 3 is ahead of actor_lr 2 by 0.1;")
+
+
+def test_trials_that_were_cut_are_not_compared_and_those_that_were_stopped_are() -> None:
+    """0.9 after two steps says nothing of ten; a scheduler has compared whom it stopped."""
+    cut = sweep(
+        trial(0, setting(1, 0), {0: 0.1, 2: 0.9}, status="KILLED"),
+        trial(1, setting(1, 1), {0: 0.1, 4: 0.9}, status="KILLED"),
+        trial(2, setting(2, 0), {2: 0.95, 10: 0.4}, status="KILLED"),  # after its last step
+        trial(3, setting(2, 1), {2: 0.95, 10: 0.42}),
+        trial(4, setting(3, 0), {2: 0.3}, status="KILLED", stopped_at=2),
+    )
+    groups = group_trials(cut)
+    assert [group.values for group in groups] == [(0.42, 0.4), (0.3,), ()]
+    assert tables.group_table(groups)["notes"].tolist() == [
+        "1 killed",
+        "stopped at 2",
+        "2 killed at 2 to 4 of 10 steps",
+    ]
+    said = "Not compared, because trials were interrupted or wait: actor_lr 1, advantage gae (2 to 4 of 10 steps)."
+    assert sweep_verdict(groups, Evidence([]), DEFAULT_METRIC).endswith(said)
+    none = sweep_verdict(groups[2:], Evidence([]), DEFAULT_METRIC)
+    assert none == f"No trial has ended with {DEFAULT_METRIC} yet. {said}"
+    many = group_trials(sweep(*(trial(i, {LR: i}, {i: 0.5}, status="KILLED") for i in range(1, 6))))
+    assert sweep_verdict(many, Evidence([]), DEFAULT_METRIC).endswith("wait: 5 settings (1 to 5 of 10 steps).")
 
 
 def test_a_setting_of_which_a_trial_failed_is_behind_those_of_which_none_did() -> None:

@@ -10,7 +10,7 @@ from rlx.analysis.comparison.pairs import PairedGap
 from rlx.analysis.comparison.power import Option
 from rlx.analysis.sentences import summary_sentence
 from rlx.analysis.statistics import Group
-from rlx.analysis.style import as_text
+from rlx.analysis.style import as_text, progress_text
 
 _MOST_NAMED = 3  # settings
 
@@ -24,7 +24,7 @@ def sweep_verdict(groups: Sequence[Group], evidence: Evidence, metric: str) -> s
     nearest = evidence.nearest
     is_known = nearest and nearest.is_by_question and not math.isnan(nearest.gap.half_width)
     first = _first_two(evidence, nearest, metric) if nearest and is_known else summary_sentence(groups, metric)
-    return " ".join([first, *_luck(evidence), *_failed(groups)])
+    return " ".join([first, *_luck(evidence), *_failed(groups), *_cut(groups)])
 
 
 def gap_sentence(pair: PairedGap) -> str:
@@ -124,6 +124,19 @@ def _failed(groups: Sequence[Group]) -> list[str]:
         return []
     which = "; ".join(names) if len(names) <= _MOST_NAMED else f"{len(names)} settings"
     return [f"Not compared, because a trial failed: {which}."]
+
+
+def _cut(groups: Sequence[Group]) -> list[str]:
+    """Which settings are not compared, because their trials have not come to their end, and how far these are."""
+    cut = {group: [trial for trial in group.trials if trial.was_cut] for group in groups if not group.values}
+    steps = {group: [trial.last_step for trial in trials] for group, trials in cut.items() if trials}
+    if not steps:
+        return []
+    planned = next(trials[0].planned_steps for trials in cut.values() if trials)
+    named = "; ".join(f"{group.label} ({progress_text(done, planned)})" for group, done in steps.items())
+    many = f"{len(steps)} settings ({progress_text([step for done in steps.values() for step in done], planned)})"
+    which = named if len(steps) <= _MOST_NAMED else many
+    return [f"Not compared, because trials were interrupted or wait: {which}."]
 
 
 def _luck(evidence: Evidence) -> list[str]:
