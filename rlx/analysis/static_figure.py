@@ -6,6 +6,7 @@ Left out: interactive figures (rlx.analysis.page).
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 
 import numpy as np
@@ -49,7 +50,7 @@ def draw(groups: Sequence[Group], title: str, metric: str = DEFAULT_METRIC) -> F
     curves.set(xlabel="PPO step (0: before training)", ylabel=metric)
     curves.xaxis.set_major_locator(MaxNLocator(integer=True))
     labels = [_folded(group.label) for group in drawn[:_MAX_INTERVALS]]
-    finals.set_yticks(range(len(labels)), labels, fontsize=8)
+    finals.set_yticks(range(len(labels)), labels, fontsize=8, parse_math=False)
     finals.invert_yaxis()
     has_intervals = any(len(group.values) > 1 for group in drawn)
     finals.set_title(f"last value of each run{'; mean, 95 % interval' if has_intervals else ''}", fontsize=9)
@@ -68,9 +69,9 @@ def _subtitle(drawn: Sequence[Group], num_left_out: int) -> str:
 
 
 def _folded(label: str) -> str:
-    """A label in lines of about `_LABEL_WIDTH` characters, folded between settings."""
+    """A label in lines of about `_LABEL_WIDTH` characters, folded between settings, and within longer ones."""
     lines = [""]
-    for part in label.split(", "):
+    for part in (piece for setting in label.split(", ") for piece in textwrap.wrap(setting, _LABEL_WIDTH)):
         if len(lines[-1]) + len(part) > _LABEL_WIDTH and lines[-1]:
             lines.append("")
         lines[-1] += (", " if lines[-1] else "") + part

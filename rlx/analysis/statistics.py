@@ -13,8 +13,9 @@ Left out: a correction for choosing the best of many means, which makes the best
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -207,7 +208,7 @@ def group_trials(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max",
         for values, trials in trials_by_setting.items()
     ]
     ranked = best_first(groups, mode)
-    return ranked if by else sorted(ranked, key=lambda group: (not group.values, group.has_failed))
+    return _told_apart(ranked if by else sorted(ranked, key=lambda group: (not group.values, group.has_failed)))
 
 
 def best_first(groups: Iterable[Group], mode: Mode = "max") -> list[Group]:
@@ -227,6 +228,15 @@ def mean_curve(group: Group, metric: str) -> pd.DataFrame:
     estimates = [mean_interval(list(row), group.num_questions) for row in values.to_numpy()]
     bounds = [(mean, mean - half_width, mean + half_width) for mean, half_width in estimates]
     return pd.DataFrame(bounds, values.index, ["mean", "low", "high"], dtype=float)
+
+
+def _told_apart(ranked: Sequence[Group]) -> list[Group]:
+    """The groups; those that are named alike, because their texts were shortened, have their ranks in their names."""
+    counts = Counter(group.label for group in ranked)
+    return [
+        replace(group, label=f"{group.label} (rank {rank})") if counts[group.label] > 1 else group
+        for rank, group in enumerate(ranked, 1)
+    ]
 
 
 def _group(

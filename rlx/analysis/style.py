@@ -16,6 +16,7 @@ NUM_NAMED = len(_COLORS)
 """how many groups a figure of curves names: the best ones"""
 NUM_BANDS = 3
 """how many groups a figure of curves draws with their intervals: more would hide each other"""
+_LONGEST, _LONGEST_END = 60, 20  # characters of a setting, and of the end of one that is shortened
 
 
 def colors(count: int) -> list[str]:
@@ -33,7 +34,7 @@ def short_names(keys: Iterable[str]) -> list[str]:
 def settings_label(settings: Mapping[str, Any]) -> str:
     """Settings in one line: actor_lr 0.0001, epochs 2."""
     parts = zip(short_names(settings), settings.values(), strict=True)
-    return ", ".join(f"{name} {setting_text(value)}" for name, value in parts) or "the one setting"
+    return ", ".join(f"{name} {short_text(value)}" for name, value in parts) or "the one setting"
 
 
 def progress_text(done: Sequence[int], planned: int | None) -> str:
@@ -45,6 +46,12 @@ def progress_text(done: Sequence[int], planned: int | None) -> str:
 def setting_text(value: Any) -> str:
     """A setting in full, so that different ones look different: 0.9999 is not 1. Errors of rounding are left out."""
     return as_text(value, 12)
+
+
+def short_text(value: Any) -> str:
+    """A setting as names and figures have it: of a long text, such as a system prompt, its beginning and its end."""
+    text = setting_text(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - _LONGEST_END - 1]}…{text[-_LONGEST_END:]}"
 
 
 def as_text(value: Any, digits: int = 3) -> str:

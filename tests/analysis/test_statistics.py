@@ -1,5 +1,6 @@
 """Groups of trials: means and intervals computed by hand, order, differences, tables, and the static picture."""
 
+import io
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from rlx.analysis import static_figure, statistics, style, tables
 from rlx.analysis.comparison.evidence import Evidence
 from rlx.analysis.comparison.wording import sweep_verdict
 from rlx.analysis.loading import Setting
+from rlx.analysis.page import layout
 from rlx.analysis.sentences import difference_sentence, summary_sentence
 from rlx.analysis.statistics import difference, group_trials, mean_interval
 from rlx.config.errors import ConfigError
@@ -381,6 +383,27 @@ def test_numbers_as_text(value: float | None, text: str) -> None:
 )
 def test_settings_are_given_in_full(value: Any, text: str) -> None:
     assert style.settings_label({"train.ema_decay": value}) == f"ema_decay {text}"
+
+
+def test_long_texts_are_shortened_in_names_and_remain_told_apart() -> None:
+    """The first two differ in the middle alone."""
+    prompts = [f"Add $a and {middle * 300} then stop." for middle in ("x", "y")] + ["Add."]
+    groups = group_trials(
+        sweep(*(trial(i, {"data.system_prompt": each}, {9: 0.5 - i / 9}) for i, each in enumerate(prompts)))
+    )
+    short = [f"system_prompt Add $a and {middle * 28}…{middle * 9} then stop." for middle in ("x", "y")]
+    assert [group.label for group in groups] == [*short, "system_prompt Add."]
+    middles = [trial(i, {"data.system_prompt": "a" * 50 + each + "b" * 50}, {9: 0.5}) for i, each in enumerate("xy")]
+    alike = [group.label for group in group_trials(sweep(*middles))]
+    assert [label[-8:] for label in alike] == ["(rank 1)", "(rank 2)"] and max(map(len, alike)) < 90
+    table = tables.group_table(groups)
+    assert max(map(len, tables.format_table(table).splitlines())) < 160  # of the terminal
+    assert tables.cell_texts(table)[0][1] == prompts[0]  # of the page
+    for axis in (layout.setting_axis(prompts), layout.dimension("system_prompt", prompts)):
+        assert max(map(len, axis["ticktext"])) == 60
+    labels = static_figure.draw(groups, "title").axes[1].get_yticklabels()
+    assert max(len(line) for label in labels for line in label.get_text().splitlines()) <= 50
+    static_figure.draw(groups, "title").savefig(io.BytesIO())  # $ begins no formula
 
 
 def test_settings_that_nearly_agree_differ_in_tables_and_metrics_are_rounded() -> None:
