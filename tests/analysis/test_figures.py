@@ -58,7 +58,7 @@ def test_intervals_are_drawn_up_to_the_ends_of_the_metric_and_named_in_full() ->
     means = figure.data[1]
     assert (means.error_x.symmetric, means.error_x.array[0]) == (False, pytest.approx(0.7))
     assert means.error_x.arrayminus[0] == pytest.approx(0.3)
-    assert means.hovertext[0].endswith("<br>0.3 ± 1.3 over 2 runs")
+    assert means.hovertext[0].endswith("\n0.3 ± 1.3 over 2 runs")
     bands = [trace.y for trace in figures.curves(wide_interval(), DEFAULT_METRIC).data if trace.fill]
     assert (min(map(min, bands)), max(map(max, bands))) == (0, 1)
 

@@ -13,7 +13,8 @@ import plotly.graph_objects as go
 import pytest
 from sweep_cases import sweep, trial
 
-from rlx.analysis.page import explorer, html, sections
+from rlx.analysis import progress
+from rlx.analysis.page import explorer, figures, html, sections, trial_figures
 from rlx.analysis.page.explorer import Explorer, MetricChoice, MetricCurve
 from rlx.analysis.page.html import PageSection
 from rlx.analysis.statistics import group_trials
@@ -61,8 +62,27 @@ def test_texts_are_escaped_everywhere() -> None:
     section = PageSection(evil, evil, figure, curves, table, {evil: evil}, evil)
     page = html.render_sections(evil, evil, {evil: evil}, [section])
     assert evil not in page
-    assert page.count("&lt;script&gt;alert(1)") == 17
-    assert page.count(r'"\u003cscript\u003ealert(1)') == 3  # of the figure and in the data of the selector
+    assert page.count("&lt;script&gt;alert(1)") == 18  # one of them of the figure, as plotly takes it
+    assert page.count(r'"\u003cscript\u003ealert(1)') == 2  # in the data of the selector
+
+
+def test_texts_of_settings_are_no_markup_in_figures() -> None:
+    """Every string of every figure is either a text without markup, or has line breaks of the figure's own."""
+    prompts = ["Use <b>bold</b> & <a href='x'>links</a>.", "First,<br>then <sup>2</sup>."]
+    tried = sweep(*(trial(i, {"data.system_prompt": each}, {0: 0.1, 9: 0.5}) for i, each in enumerate(prompts)))
+    groups, history = group_trials(tried), progress.best_so_far(tried, DEFAULT_METRIC, "max")
+    drawn = [
+        figures.intervals(groups, DEFAULT_METRIC),
+        figures.curves(groups, DEFAULT_METRIC),
+        figures.parallel_coordinates(groups, DEFAULT_METRIC),
+        figures.slices(groups, DEFAULT_METRIC),
+        trial_figures.best_values(history, DEFAULT_METRIC),
+    ]
+    for figure in drawn:
+        page = rendered(PageSection("s", figure=figure)).rpartition("</style>")[2]
+        sent = re.sub(r"\\u00([0-9a-f]{2})", lambda code: chr(int(code[1], 16)), page[page.rindex("Plotly.newPlot") :])
+        assert "&lt;b&gt;bold&lt;/b&gt; &amp; &lt;a href" in sent and "&lt;br&gt;then &lt;sup&gt;" in sent
+        assert set(re.findall(r"<\w+", sent.partition("</script>")[0])) <= {"<br"}
 
 
 def test_table_cells_are_rounded_and_keep_the_number_to_sort_by() -> None:

@@ -49,7 +49,7 @@ def paired_gaps(gaps: Sequence[PairedGap], ranks: Mapping[Group, int]) -> go.Fig
             marker={"color": color, "size": 9, "symbol": "diamond"},
             name=name,
             showlegend=True,  # also the only one
-            hovertext=[f"{labels[i]}<br>behind by {interval_text(gaps[i])}" for i in rows],
+            hovertext=[f"{labels[i]}\nbehind by {interval_text(gaps[i])}" for i in rows],
             hoverinfo="text",
         )
     figure.add_vline(0, line={"color": "#222", "width": 1})
@@ -105,7 +105,7 @@ def lineage(trials: Sequence[Trial], metric: str) -> go.Figure:
             if arrow := _arrow(origin, rows, rows[name]):
                 figure.add_annotation(arrow)
     points = [
-        (step, rows[trial.name], value, f"{described(trial)}<br>step {step}: {value:.4g}")
+        (step, rows[trial.name], value, f"{described(trial)}\nstep {step}: {value:.4g}")
         for trial in trials
         for step, value in trial.curve(metric).items()
     ]

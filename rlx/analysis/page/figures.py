@@ -150,7 +150,7 @@ def _means(groups: Sequence[Group], x: Sequence[Any], metric: str) -> go.Scatter
 
 def _hover(groups: Sequence[Group]) -> dict[str, Any]:
     """What the mouse shows at a mean: the whole interval, of which the drawing may have a part."""
-    texts = [f"{name}<br>{mean_text(group)}" for name, group in zip(ranked_labels(groups), groups, strict=True)]
+    texts = [f"{name}\n{mean_text(group)}" for name, group in zip(ranked_labels(groups), groups, strict=True)]
     return {"hovertext": texts, "hoverinfo": "text"}
 
 

@@ -1,13 +1,16 @@
 """Sections as one HTML file, which contains all it needs: styles, scripts, plotly, and the numbers of the curves.
 
-The layout is the Jinja template page.html, which escapes every text that a model or a person has written; page.js sorts
-and filters tables and draws the selected metric. Left out: what the sections show (sections.py).
+The layout is the Jinja template page.html. It escapes every text that a model or a person has written, and
+`_figure_html` those of figures, which plotly would read as HTML. page.js sorts and filters tables and draws the
+selected metric. Left out: what the sections show (sections.py).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
 from typing import Any
 
 import jinja2
@@ -90,7 +93,17 @@ def _contents(section: PageSection, name: str) -> _Contents:
 def _figure_html(figure: go.Figure, name: str) -> str:
     """A figure as an HTML element with the id `name`, without the JavaScript of plotly."""
     config = {"responsive": True, "displaylogo": False}
-    return str(figure.to_html(config, full_html=False, include_plotlyjs=False, include_mathjax=False, div_id=name))
+    literal = go.Figure(_without_markup(json.loads(figure.to_json())))
+    return str(literal.to_html(config, full_html=False, include_plotlyjs=False, include_mathjax=False, div_id=name))
+
+
+def _without_markup(part: Any) -> Any:
+    """A part of a figure whose texts plotly shows as they are, and not as HTML; their lines remain lines."""
+    if isinstance(part, dict):
+        return {key: _without_markup(value) for key, value in part.items()}
+    if isinstance(part, list):
+        return [_without_markup(each) for each in part]
+    return escape(part, quote=False).replace("\n", "<br>") if isinstance(part, str) else part
 
 
 def _table(table: pd.DataFrame, links: Mapping[str, str]) -> _Table:

@@ -48,12 +48,15 @@ for (const table of document.querySelectorAll("table.sortable")) {
   input?.addEventListener("input", () => filterRows(table, input.value, filter.querySelector("[role=status]")));
 }
 
+// Plotly reads texts as HTML.
+const literal = text => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+
 function showMetric(figure, data, metric) {
   const values = {
     x: metric.curves.map(curve => (curve ? data.steps[curve.steps] : [])),
     y: metric.curves.map(curve => (curve ? curve.values : [])),
   };
-  Plotly.update(figure, values, {"yaxis.title.text": metric.name, "yaxis.range": metric.axis});
+  Plotly.update(figure, values, {"yaxis.title.text": literal(metric.name), "yaxis.range": metric.axis});
 }
 
 for (const explorer of document.querySelectorAll(".explorer")) {
