@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 import pytest
 from sweep_cases import sweep, trial
 
-from rlx.analysis.page import figures, layout, trial_figures
+from rlx.analysis.page import comparison_figures, explorer, figures, layout, trial_figures
 from rlx.analysis.progress import best_so_far, find_rungs
 from rlx.analysis.statistics import group_trials
 from rlx.analysis.style import NUM_BANDS
@@ -217,3 +217,18 @@ def test_every_figure_has_its_data() -> None:
             figure = draw(groups, DEFAULT_METRIC)
             assert isinstance(figure, go.Figure)
             assert figure.data
+
+
+def test_few_steps_and_trials_have_a_mark_each() -> None:
+    """Plotly would set marks at halves, and write those of trials as 1, 2, 2, 3, 3."""
+    few = sweep(*(trial(i, {LR: 10.0**-i, "seed": 0}, {0: 0.1, 4: 0.2}, stopped_at=4) for i in range(4)))
+    groups, rungs = group_trials(few), find_rungs(few, DEFAULT_METRIC)
+    drawn = [
+        trial_figures.best_values(best_so_far(few, DEFAULT_METRIC, "max"), DEFAULT_METRIC),
+        trial_figures.stops(few, rungs, DEFAULT_METRIC),
+        figures.curves(groups, DEFAULT_METRIC),
+        comparison_figures.lineage(few.trials, DEFAULT_METRIC),
+        explorer.draw_first(groups, explorer.gather_curves([each.history for each in few.trials])),
+    ]
+    assert [figure.layout.xaxis.dtick for figure in drawn] == [1] * 5
+    assert layout.whole_numbers(range(40)) == layout.whole_numbers([]) == {}

@@ -15,7 +15,7 @@ from rlx.analysis.comparison.pairs import PairedGap
 from rlx.analysis.comparison.rungs import RungStanding, rung_text
 from rlx.analysis.comparison.wording import interval_text
 from rlx.analysis.loading import Trial
-from rlx.analysis.page.layout import count_legend_lines, styled
+from rlx.analysis.page.layout import count_legend_lines, styled, whole_numbers
 from rlx.analysis.page.trial_figures import described
 from rlx.analysis.statistics import Group
 from rlx.analysis.style import NUM_NAMED, colors
@@ -116,7 +116,8 @@ def lineage(trials: Sequence[Trial], metric: str) -> go.Figure:
     figure.add_scatter(x=list(steps), y=list(places), mode="markers", marker=marker, **hover)
     figure.update_yaxes(tickvals=list(rows.values()), ticktext=list(rows), range=[len(rows) - 0.5, -0.5])
     figure.update_yaxes(automargin=True, zeroline=False)
-    figure.update_xaxes(title="PPO step", zeroline=False)
+    marks = whole_numbers([0, *(trial.last_step for trial in trials)])
+    figure.update_xaxes(title="PPO step", zeroline=False, **marks)
     figure.update_traces(showlegend=False)
     return styled(figure, 60 + 34 * len(rows))
 

@@ -16,7 +16,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from rlx.analysis.loading import Trial
-from rlx.analysis.page.layout import count_legend_lines, ranked_labels, styled
+from rlx.analysis.page.layout import count_legend_lines, ranked_labels, styled, whole_numbers
 from rlx.analysis.page.trial_figures import described
 from rlx.analysis.ranges import axis_range
 from rlx.analysis.statistics import Group
@@ -91,7 +91,8 @@ def draw_first(settings: Sequence[Group], explorer: Explorer) -> go.Figure:
         hover = {"hovertext": described(trial), "hoverinfo": "text+x+y"}
         figure.add_scatter(x=points[0], y=points[1], mode="lines", **look, **hover, showlegend=is_first)
         named.add(place)
-    figure.update_xaxes(title="PPO step (0: before training)")
+    marks = whole_numbers(step for steps in explorer.steps for step in steps)
+    figure.update_xaxes(title="PPO step (0: before training)", **marks)
     figure.update_yaxes(title=first.name, range=first.axis)
     return styled(figure, 360, count_legend_lines(settings[:NUM_NAMED]))
 

@@ -21,7 +21,7 @@ from plotly.subplots import make_subplots
 
 from rlx.analysis.comparison.pareto import front, mean_length
 from rlx.analysis.importance import numbers, varied_settings
-from rlx.analysis.page.layout import count_legend_lines, dimension, ranked_labels, setting_axis, styled
+from rlx.analysis.page.layout import count_legend_lines, dimension, ranked_labels, setting_axis, styled, whole_numbers
 from rlx.analysis.ranges import axis_of_curves, axis_of_values, natural_range, reach
 from rlx.analysis.sentences import mean_text
 from rlx.analysis.statistics import Group, mean_curve
@@ -74,7 +74,8 @@ def curves(groups: Sequence[Group], metric: str) -> go.Figure:
             figure.add_scatter(x=steps + steps[::-1], y=_outline(curve, metric), fillcolor=color, **_BAND, **common)
         line = {"color": color, "width": 2.5 if index < NUM_BANDS else 1.2 if is_named else 0.8}
         figure.add_scatter(x=steps, y=curve["mean"].tolist(), mode="lines", line=line, **common, showlegend=is_named)
-    figure.update_xaxes(title="PPO step (0: before training)")
+    marks = whole_numbers(step for curve in means for step in curve.index)
+    figure.update_xaxes(title="PPO step (0: before training)", **marks)
     figure.update_yaxes(title=metric, range=axis_of_curves(means, metric))
     return styled(figure, 380, count_legend_lines(groups[:NUM_NAMED]))
 

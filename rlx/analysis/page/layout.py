@@ -6,7 +6,7 @@ Left out: the axis of a metric (rlx.analysis.ranges).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +19,7 @@ from rlx.analysis.style import as_text, setting_text, short_text
 
 _MAX_MARKS = 6  # an axis shows every value of a setting that has at most this number of values
 _OVERLAP = 0.06  # marks that are closer than this share of the axis would overlap
+_MAX_WHOLE = 10  # numbers apart, an axis has a mark at each
 _CHOSEN_MARKS = {"tickformat": ".6~g"}  # of a setting's axis, whose marks plotly chooses
 _LEGEND_LINE = 24  # height in pixels
 _FONT = {"family": "system-ui, sans-serif", "size": 13, "color": "#222"}
@@ -37,6 +38,12 @@ def styled(figure: go.Figure, plot_height: int, legend_lines: int = 0, top: int 
         hovermode="closest",
     )
     return figure
+
+
+def whole_numbers(values: Iterable[float]) -> dict[str, Any]:
+    """The marks of an axis of steps or of trials, which plotly sets at halves if it has few values."""
+    found = [*values]
+    return {"dtick": 1} if found and max(found) - min(found) <= _MAX_WHOLE else {}
 
 
 def ranked_labels(groups: Sequence[Group]) -> list[str]:

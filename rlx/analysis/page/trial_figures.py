@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from rlx.analysis.comparison.rungs import curve_by_amount
 from rlx.analysis.loading import Sweep, Trial
-from rlx.analysis.page.layout import styled
+from rlx.analysis.page.layout import styled, whole_numbers
 from rlx.analysis.progress import Finish, Rung
 from rlx.analysis.ranges import axis_range
 from rlx.analysis.style import settings_label
@@ -37,7 +37,7 @@ def best_values(finishes: Sequence[Finish], metric: str) -> go.Figure:
     figure = go.Figure()
     figure.add_scatter(x=numbers, y=[finish.best for finish in finishes], mode="lines", **best)
     figure.add_scatter(x=numbers, y=values, mode="markers", marker=marker, name=name, **hover)
-    figure.update_xaxes(title="trials, in the order in which they ended", tickformat="d")
+    figure.update_xaxes(title="trials, in the order in which they ended", **whole_numbers(numbers))
     figure.update_yaxes(title=f"last {metric}", range=axis_range(metric, values))
     return styled(figure, 280, legend_lines=1)
 
@@ -55,7 +55,8 @@ def stops(sweep: Sweep, rungs: Sequence[Rung], metric: str) -> go.Figure:
         common = {"name": name, "legendgroup": name, "showlegend": name not in named, "hoverinfo": "text+y"}
         figure.add_scatter(x=list(curve.index), y=curve.tolist(), hovertext=described(trial), **look, **common)
         points, named = [*points, *curve], {*named, name}
-    figure.update_xaxes(title=_AXES[sweep.rung_by])
+    marks = whole_numbers([0, *(trial.last_step for trial in sweep.trials)]) if sweep.rung_by == "steps" else {}
+    figure.update_xaxes(title=_AXES[sweep.rung_by], **marks)
     figure.update_yaxes(title=metric, range=axis_range(metric, points))
     return styled(figure, 320, legend_lines=1)
 
