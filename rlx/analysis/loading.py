@@ -7,6 +7,7 @@ ranking and statistics (statistics.py).
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import typing
@@ -59,7 +60,9 @@ class Trial:
     run_ids: tuple[str, ...]  # first attempt first
     settings: dict[str, Setting]  # the varied ones, with the values of the last attempt
     status: RunStatus  # of the last attempt
-    history: pd.DataFrame  # a row per step, a column per loaded metric, NaN where it was not logged
+    history: (
+        pd.DataFrame
+    )  # a row per step, a column per loaded metric: NaN where it was not logged, infinite where not finite
     stopped_at: int | None = None  # the step at which a scheduler stopped it
     origins: tuple[str, ...] = ()  # the checkpoints that later attempts continued from, e.g. trial_00001@6
     end_ms: int | None = None  # of the last attempt, since the epoch; None while it is running
@@ -67,12 +70,17 @@ class Trial:
     planned_steps: int | None = None  # which it was to do; None if not recorded
 
     def curve(self, metric: str) -> pd.Series[float]:
-        """A metric by step, without steps that have no value, and up to the one at which a scheduler stopped it.
+        """A metric by step, without steps that have no finite value, see `logged`."""
+        logged = self.logged(metric)
+        return logged[logged.abs() < math.inf]
+
+    def logged(self, metric: str) -> pd.Series[float]:
+        """A metric by step, up to the one at which a scheduler stopped it; infinite where it was not finite.
 
         A step that was begun when the decision fell may have been logged, too; nobody was compared by it.
         """
-        curve = self.history[metric].dropna()
-        return curve if self.stopped_at is None else curve[curve.index <= self.stopped_at]
+        logged = self.history[metric].dropna()
+        return logged if self.stopped_at is None else logged[logged.index <= self.stopped_at]
 
     @property
     def was_stopped(self) -> bool:
@@ -213,8 +221,7 @@ def check_logged(uri: str, sweep: Sweep, metric: str) -> None:
         return
     runs = (mlflow.get_run(uri, run_id) for trial in sweep.trials for run_id in trial.run_ids)
     logged = sorted({name for run in runs for name in run.metrics})
-    if metric not in logged:  # infinite values are not loaded
-        raise ConfigError(f"no trial of sweep {sweep.name} has logged {metric}{nearest(metric, logged)}")
+    raise ConfigError(f"no trial of sweep {sweep.name} has logged {metric}{nearest(metric, logged)}")
 
 
 def samples(uri: str, trial: Trial) -> pd.DataFrame:
@@ -227,9 +234,10 @@ def samples(uri: str, trial: Trial) -> pd.DataFrame:
 
 
 def every_metric(uri: str, trial: Trial) -> pd.DataFrame:
-    """Everything that a trial logged: a row per step, a column per metric, NaN where it was not logged."""
+    """Everything that a trial logged: a row per step, a column per metric, NaN where nothing finite was logged."""
     attempts = [mlflow.get_run(uri, run_id) for run_id in trial.run_ids]
-    return _joined_history(uri, attempts, sorted({metric for run in attempts for metric in run.metrics}))
+    history = _joined_history(uri, attempts, sorted({metric for run in attempts for metric in run.metrics}))
+    return history.where(history.abs() < math.inf)
 
 
 def run_config(uri: str, trial: Trial) -> RunConfig:
@@ -357,7 +365,7 @@ def _trial(
         origins=tuple(run.tags["rlx.from"] for run in attempts if "rlx.from" in run.tags),
         end_ms=last.end_ms,
         error=printable(last.tags.get(ERROR_TAG, "")) if last.status == RunStatus.FAILED else "",
-        planned_steps=int(params["train.steps"]) if "train.steps" in params else None,
+        planned_steps=int(steps) if (steps := params.get("train.steps", "")).isdecimal() else None,
     )
 
 
@@ -382,7 +390,10 @@ def _history(uri: str, run: TrackedRun, metrics: Sequence[str]) -> pd.DataFrame:
     columns = {}
     for metric in metrics:
         points = mlflow.history(uri, run.id, metric) if metric in run.metrics else []
-        # Infinite values cannot be ranked or drawn. MLflow databases store infinity as the largest float.
-        finite = {point.step: point.value for point in points if abs(point.value) < sys.float_info.max}
-        columns[metric] = pd.Series(finite, dtype=float)
+        columns[metric] = pd.Series({point.step: _or_infinite(point.value) for point in points}, dtype=float)
     return pd.DataFrame(columns).sort_index().rename_axis("step")
+
+
+def _or_infinite(value: float) -> float:
+    """A value, infinite if it is not finite; MLflow's databases store infinity as the largest float."""
+    return value if abs(value) < sys.float_info.max else math.copysign(math.inf, value)

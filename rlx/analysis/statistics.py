@@ -55,13 +55,14 @@ class Group:
     half_width: float  # of the 95 % interval of the mean; NaN for fewer than two values
     num_questions: int | None  # each value is a share of correct answers to this number; None for other metrics
     step: float = 0.0  # what the values are rounded to, as far as the sweep shows it
+    diverged: tuple[Trial, ...] = ()  # the trials that have ended with a value that is not finite
     chosen_from: int = 1  # so many settings, of which it was the best: the reason why it is compared
 
     @property
     def has_failed(self) -> bool:
-        """Whether a trial has failed. A setting of which one has is not compared: those of its seeds that went well may
-        be the ones that suit it."""
-        return any(trial.status == RunStatus.FAILED for trial in self.trials)
+        """Whether a trial has failed or diverged. A setting of which one has is not compared: those of its seeds that
+        went well may be the ones that suit it."""
+        return bool(self.diverged) or any(trial.status == RunStatus.FAILED for trial in self.trials)
 
     @property
     def is_compared(self) -> bool:
@@ -148,16 +149,26 @@ def _t_quantile(degrees_of_freedom: float) -> float:
 
 
 def final_value(trial: Trial, metric: str) -> float:
-    """The last value of a metric, which belongs to the model that the trial left; NaN if it has none."""
+    """The last value of a metric, which belongs to the model that the trial left; NaN if it has none, or no finite
+    one."""
     curve = trial.curve(metric)
-    return float(curve.iloc[-1]) if len(curve) else math.nan
+    return float(curve.iloc[-1]) if len(curve) and not has_diverged(trial, metric) else math.nan
+
+
+def has_diverged(trial: Trial, metric: str) -> bool:
+    """Whether the last value of a metric that a trial has logged is not finite."""
+    logged = trial.logged(metric)
+    return len(logged) > 0 and math.isinf(logged.iloc[-1])
 
 
 def has_ended(trial: Trial, metric: str) -> bool:
-    """Whether a trial has ended with a value of the metric: one that failed, was interrupted or waits has not, whatever
-    it logged before."""
-    is_over = trial.status not in (RunStatus.RUNNING, RunStatus.FAILED) and not trial.was_cut
-    return is_over and len(trial.curve(metric)) > 0
+    """Whether a trial has ended with a finite value of the metric: one that failed, was interrupted or waits has not,
+    whatever it logged before."""
+    return _is_over(trial) and not math.isnan(final_value(trial, metric))
+
+
+def _is_over(trial: Trial) -> bool:
+    return trial.status not in (RunStatus.RUNNING, RunStatus.FAILED) and not trial.was_cut
 
 
 def best_value(trial: Trial, metric: str, mode: Mode) -> float:
@@ -253,6 +264,7 @@ def _group(
         settings=settings,
         trials=tuple(trials),
         ended=ended,
+        diverged=tuple(trial for trial in trials if _is_over(trial) and has_diverged(trial, metric)),
         values=values,
         mean=estimate.value,
         half_width=estimate.half_width,

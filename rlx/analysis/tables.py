@@ -13,7 +13,7 @@ from rich import box
 from rich.measure import Measurement
 from rich.table import Table
 
-from rlx.analysis.loading import Sweep, Trial
+from rlx.analysis.loading import Sweep
 from rlx.analysis.statistics import Group, best_value, final_value, rank_trials
 from rlx.analysis.style import as_text, progress_text, setting_text, short_names, short_text
 from rlx.config.sweep import DEFAULT_METRIC, Mode
@@ -36,7 +36,7 @@ def group_table(groups: Sequence[Group]) -> pd.DataFrame:
         | {names[key]: group.settings.get(key) for key in keys}
         | {"runs": len(group.values), "mean": group.mean, "±": group.half_width}
         | {"lowest": min(group.values, default=math.nan), "highest": max(group.values, default=math.nan)}
-        | {"tokens": mean_tokens(group), "seconds": mean_seconds(group), "notes": _remarks(group.trials)}
+        | {"tokens": mean_tokens(group), "seconds": mean_seconds(group), "notes": _remarks(group)}
         for rank, group in enumerate(groups, 1)
     ]
     table = with_settings(pd.DataFrame(rows), names.values())
@@ -116,8 +116,9 @@ def _measure(table: pd.DataFrame) -> Measurement:
     return Measurement.get(console, console.options, _rich_table(table))
 
 
-def _remarks(trials: Sequence[Trial]) -> str:
+def _remarks(group: Group) -> str:
     """Remarks that a mean needs: which trials did not end as planned, and which continued from others."""
+    trials = group.trials
     cut = [trial.last_step for trial in trials if trial.was_cut]
     at = f" at {progress_text(cut, trials[0].planned_steps)}" if cut else ""
     statuses = Counter(
@@ -127,5 +128,6 @@ def _remarks(trials: Sequence[Trial]) -> str:
     )
     stops = sorted(str(trial.stopped_at) for trial in trials if trial.was_stopped)
     remarks = [f"{count} {status}" if len(trials) > 1 else status for status, count in statuses.items()]
+    remarks += [f"{len(group.diverged)} of {len(trials)} ended with no finite value"] if group.diverged else []
     remarks += [f"stopped at {', '.join(stops)}"] if stops else []
     return "; ".join([*remarks, *(f"continued from {origin}" for trial in trials for origin in trial.origins)])

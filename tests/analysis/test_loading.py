@@ -86,12 +86,13 @@ def test_an_entry_of_a_setting_is_read_from_it(uri: str) -> None:
     assert [trial.settings for trial in trials] == [{"reward.functions.exact_match": weight} for weight in (0.1, 0.9)]
 
 
-def test_history_has_a_row_per_step_and_nan_where_nothing_finite_was_logged(sweep: loading.Sweep) -> None:
+def test_history_has_a_row_per_step_and_nan_where_nothing_was_logged(sweep: loading.Sweep) -> None:
     history = sweep.trials[0].history
     assert list(history.index) == [0, 1, 2, 3, 4]
     assert list(history.columns) == list(loading.WATCHED)
     assert history["eval/accuracy"].dropna().to_dict() == {0: 0.2, 2: 0.5, 4: 0.4}
     assert sweep.trials[0].curve("kl/ref").index.tolist() == [0, 2, 3, 4]  # infinite at step 1
+    assert sweep.trials[0].logged("kl/ref").tolist() == pytest.approx([0, math.inf, 0.2, 0.3, 0.4])
     assert sweep.trials[2].history.empty
 
 

@@ -135,6 +135,24 @@ def test_trials_that_were_cut_are_not_compared_and_those_that_were_stopped_are()
     assert sweep_verdict(many, Evidence([]), DEFAULT_METRIC).endswith("wait: 5 settings (1 to 5 of 10 steps).")
 
 
+@pytest.mark.parametrize("last", [math.inf, -math.inf])
+def test_a_setting_of_which_a_trial_diverged_is_not_compared_by_an_older_value(last: float) -> None:
+    some = sweep(
+        trial(0, setting(1, 0), {0: 0.1, 5: 0.9, 10: last}),
+        trial(1, setting(1, 1), {0: 0.1, 5: 0.9, 10: 0.9}),
+        trial(2, setting(2, 0), {0: 0.1, 5: last, 10: 0.4}),
+        trial(3, setting(2, 1), {0: 0.1, 5: 0.4, 10: last}, stopped_at=5),  # it logged one step more
+        trial(4, setting(3, 0), {0: 0.1, 10: last}),
+    )
+    groups = group_trials(some)
+    assert [group.values for group in groups] == [(0.4, 0.4), (0.9,), ()]
+    assert [group.is_compared for group in groups] == [True, False, False]
+    notes = ["stopped at 5", "1 of 2 ended with no finite value", "1 of 1 ended with no finite value"]
+    assert tables.group_table(groups)["notes"].tolist() == notes
+    said = "because the last value of a trial is not finite: actor_lr 1, advantage gae; actor_lr 3, advantage gae."
+    assert sweep_verdict(groups, Evidence([]), DEFAULT_METRIC).endswith(said)
+
+
 def test_a_setting_of_which_a_trial_failed_is_behind_those_of_which_none_did() -> None:
     lost = sweep(
         trial(0, setting(1, 0), {9: 0.9}),

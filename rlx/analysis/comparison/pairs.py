@@ -9,7 +9,6 @@ Left out: reading (`outcomes`) and the statistics of a table (`crossed`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -136,8 +135,7 @@ def seed_table(groups: Sequence[Group], metric: str) -> tuple[list[Group], Table
     for group in rated:
         at_end = [trial for trial in group.ended if trial.last_step == last and not trial.was_stopped]
         whole = {str(trial.settings.get(SEED)): trial for trial in at_end}
-        finals = {seed: final_value(trial, metric) for seed, trial in whole.items()}
-        rows[group] = {seed: value for seed, value in finals.items() if math.isfinite(value)}
+        rows[group] = {seed: final_value(trial, metric) for seed, trial in whole.items()}
     most = max((len(row) for row in rows.values()), default=0)
     full = [group for group, row in rows.items() if len(row) == most]
     seeds = sorted(set.intersection(*(set(rows[group]) for group in full))) if full else []

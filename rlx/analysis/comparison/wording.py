@@ -119,11 +119,14 @@ def _one_run(pair: PairedGap) -> str:
 
 def _failed(groups: Sequence[Group]) -> list[str]:
     """Which settings are not compared, although seeds of theirs have ended."""
-    names = [group.label for group in groups if group.values and group.has_failed]
-    if not names:
-        return []
-    which = "; ".join(names) if len(names) <= _MOST_NAMED else f"{len(names)} settings"
-    return [f"Not compared, because a trial failed: {which}."]
+    failed = [group.label for group in groups if group.values and group.has_failed and not group.diverged]
+    diverged = [group.label for group in groups if group.diverged]
+    reasons = {"a trial failed": failed, "the last value of a trial is not finite": diverged}
+    return [f"Not compared, because {reason}: {_named(names)}." for reason, names in reasons.items() if names]
+
+
+def _named(labels: Sequence[str]) -> str:
+    return "; ".join(labels) if len(labels) <= _MOST_NAMED else f"{len(labels)} settings"
 
 
 def _cut(groups: Sequence[Group]) -> list[str]:
