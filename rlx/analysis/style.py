@@ -16,7 +16,6 @@ NUM_NAMED = len(_COLORS)
 """how many groups a figure of curves names: the best ones"""
 NUM_BANDS = 3
 """how many groups a figure of curves draws with their intervals: more would hide each other"""
-_LONGEST, _LONGEST_END = 60, 20  # characters of a setting, and of the end of one that is shortened
 
 
 def colors(count: int) -> list[str]:
@@ -48,10 +47,10 @@ def setting_text(value: Any) -> str:
     return as_text(value, 12)
 
 
-def short_text(value: Any) -> str:
+def short_text(value: Any, longest: int = 60) -> str:
     """A setting as names and figures have it: of a long text, such as a system prompt, its beginning and its end."""
-    text = setting_text(value)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - _LONGEST_END - 1]}…{text[-_LONGEST_END:]}"
+    text, end = setting_text(value), longest // 3
+    return text if len(text) <= longest else f"{text[: longest - end - 1]}…{text[-end:]}"
 
 
 def as_text(value: Any, digits: int = 3) -> str:

@@ -68,21 +68,23 @@ def test_texts_are_escaped_everywhere() -> None:
 
 def test_texts_of_settings_are_no_markup_in_figures() -> None:
     """Every string of every figure is either a text without markup, or has line breaks of the figure's own."""
-    prompts = ["Use <b>bold</b> & <a href='x'>links</a>.", "First,<br>then <sup>2</sup>."]
+    prompts = ["Use <b>bold</b> & <a>.", "First,<br>then <i>2</i>."]
     tried = sweep(*(trial(i, {"data.system_prompt": each}, {0: 0.1, 9: 0.5}) for i, each in enumerate(prompts)))
     groups, history = group_trials(tried), progress.best_so_far(tried, DEFAULT_METRIC, "max")
     drawn = [
         figures.intervals(groups, DEFAULT_METRIC),
         figures.curves(groups, DEFAULT_METRIC),
-        figures.parallel_coordinates(groups, DEFAULT_METRIC),
         figures.slices(groups, DEFAULT_METRIC),
         trial_figures.best_values(history, DEFAULT_METRIC),
     ]
     for figure in drawn:
         page = rendered(PageSection("s", figure=figure)).rpartition("</style>")[2]
         sent = re.sub(r"\\u00([0-9a-f]{2})", lambda code: chr(int(code[1], 16)), page[page.rindex("Plotly.newPlot") :])
-        assert "&lt;b&gt;bold&lt;/b&gt; &amp; &lt;a href" in sent and "&lt;br&gt;then &lt;sup&gt;" in sent
+        assert "&lt;b&gt;bold&lt;/b&gt; &amp; &lt;a&gt;" in sent and "&lt;br&gt;then &lt;i&gt;" in sent
         assert set(re.findall(r"<\w+", sent.partition("</script>")[0])) <= {"<br"}
+    lines = html._without_markup(figures.parallel_coordinates(groups, DEFAULT_METRIC).to_plotly_json())
+    assert lines["data"][0]["dimensions"][0]["ticktext"] == sorted(prompts)  # plotly takes these for no HTML
+    assert lines["layout"]["margin"]["l"] > 7 * max(map(len, prompts))
 
 
 def test_table_cells_are_rounded_and_keep_the_number_to_sort_by() -> None:

@@ -418,7 +418,7 @@ def test_long_texts_are_shortened_in_names_and_remain_told_apart() -> None:
     assert max(map(len, tables.format_table(table).splitlines())) < 160  # of the terminal
     assert tables.cell_texts(table)[0][1] == prompts[0]  # of the page
     for axis in (layout.setting_axis(prompts), layout.dimension("system_prompt", prompts)):
-        assert max(map(len, axis["ticktext"])) == 60
+        assert max(map(len, axis["ticktext"])) == 24
     labels = static_figure.draw(groups, "title").axes[1].get_yticklabels()
     assert max(len(line) for label in labels for line in label.get_text().splitlines()) <= 50
     static_figure.draw(groups, "title").savefig(io.BytesIO())  # $ begins no formula

@@ -89,7 +89,8 @@ def parallel_coordinates(groups: Sequence[Group], metric: str) -> go.Figure:
     ]
     dimensions.append({"label": metric, "values": [group.mean for group in groups], "tickformat": ".3~g"})
     lines = go.Parcoords(line=_mean_colors(groups), dimensions=dimensions)
-    return styled(go.Figure(lines), 300, top=70, right=60)
+    longest = max(len(text) for text in dimensions[0].get("ticktext", [""]))  # they stand left of the axis
+    return styled(go.Figure(lines), 300, top=70, right=60, left=max(60, 8 * longest))
 
 
 def slices(groups: Sequence[Group], metric: str) -> go.Figure:

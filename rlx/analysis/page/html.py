@@ -100,7 +100,8 @@ def _figure_html(figure: go.Figure, name: str) -> str:
 def _without_markup(part: Any) -> Any:
     """A part of a figure whose texts plotly shows as they are, and not as HTML; their lines remain lines."""
     if isinstance(part, dict):
-        return {key: _without_markup(value) for key, value in part.items()}
+        plain = {"ticktext"} if "values" in part else set()  # of parallel coordinates, which plotly never reads as HTML
+        return {key: value if key in plain else _without_markup(value) for key, value in part.items()}
     if isinstance(part, list):
         return [_without_markup(each) for each in part]
     return escape(part, quote=False).replace("\n", "<br>") if isinstance(part, str) else part

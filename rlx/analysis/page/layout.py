@@ -19,13 +19,16 @@ from rlx.analysis.style import as_text, setting_text, short_text
 
 _MAX_MARKS = 6  # an axis shows every value of a setting that has at most this number of values
 _OVERLAP = 0.06  # marks that are closer than this share of the axis would overlap
+_LONGEST_MARK = 24  # characters
 _MAX_WHOLE = 10  # numbers apart, an axis has a mark at each
 _CHOSEN_MARKS = {"tickformat": ".6~g"}  # of a setting's axis, whose marks plotly chooses
 _LEGEND_LINE = 24  # height in pixels
 _FONT = {"family": "system-ui, sans-serif", "size": 13, "color": "#222"}
 
 
-def styled(figure: go.Figure, plot_height: int, legend_lines: int = 0, top: int = 24, right: int = 20) -> go.Figure:
+def styled(
+    figure: go.Figure, plot_height: int, legend_lines: int = 0, top: int = 24, right: int = 20, left: int = 60
+) -> go.Figure:
     """Gives a figure the common layout: a plot of the given height in pixels, and the legend below the axis title."""
     axis_title = 54
     bottom = axis_title + _LEGEND_LINE * legend_lines
@@ -33,7 +36,7 @@ def styled(figure: go.Figure, plot_height: int, legend_lines: int = 0, top: int 
         height=top + plot_height + bottom,
         font=_FONT,
         template="plotly_white",
-        margin={"l": 60, "r": right, "t": top, "b": bottom},
+        margin={"l": left, "r": right, "t": top, "b": bottom},
         legend={"orientation": "h", "yanchor": "top", "y": -axis_title / plot_height, "x": 0, "title": None},
         hovermode="closest",
     )
@@ -88,7 +91,7 @@ def setting_axis(values: Sequence[Setting]) -> dict[str, Any]:
 
 def _written(marks: Sequence[Any]) -> list[str]:
     """The marks of a setting's axis as texts."""
-    return [short_text(mark) for mark in marks]
+    return [short_text(mark, _LONGEST_MARK) for mark in marks]
 
 
 def _scale(values: Sequence[Setting]) -> str:
