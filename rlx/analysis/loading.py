@@ -60,9 +60,7 @@ class Trial:
     run_ids: tuple[str, ...]  # first attempt first
     settings: dict[str, Setting]  # the varied ones, with the values of the last attempt
     status: RunStatus  # of the last attempt
-    history: (
-        pd.DataFrame
-    )  # a row per step, a column per loaded metric: NaN where it was not logged, infinite where not finite
+    history: pd.DataFrame  # a row per step, a column per loaded metric, NaN where it was not logged; see `logged`
     stopped_at: int | None = None  # the step at which a scheduler stopped it
     origins: tuple[str, ...] = ()  # the checkpoints that later attempts continued from, e.g. trial_00001@6
     end_ms: int | None = None  # of the last attempt, since the epoch; None while it is running
