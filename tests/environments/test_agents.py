@@ -369,11 +369,35 @@ def test_what_cannot_be_served_is_explained(body: Any, problem: str) -> None:
     assert status == 400 and problem in message
 
 
-def test_a_body_that_is_no_json_is_refused() -> None:
-    async def use(endpoint: Endpoint, session: aiohttp.ClientSession) -> int:
-        return (await session.post("chat/completions", data=b"\xff{")).status
+@pytest.mark.parametrize(
+    ("data", "encoding", "status", "problem"),
+    [
+        (b"\xff{", "identity", 400, "the body is a JSON object"),
+        (b"no gzip", "gzip", 400, "the body is a JSON object"),
+        (b" " * (1 + (16 << 20)), "identity", 413, "the body is too large"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_refused(
+    data: bytes, encoding: str, status: int, problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def use(endpoint: Endpoint, session: aiohttp.ClientSession) -> Any:
+        answered = await session.post("chat/completions", data=data, headers={"Content-Encoding": encoding})
+        again = await session.get("models")
+        return answered.status, (await answered.json())["error"]["message"], again.status
 
-    assert served(use) == 400
+    given, message, again = served(use)
+    assert given == status and problem in message and again == 200
+    assert not caplog.records  # aiohttp logs what is not caught
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", "responses"), ("GET", "chat/completions"), ("GET", "models/a")])
+def test_a_path_or_method_that_is_not_served_is_told_which_are(method: str, path: str) -> None:
+    async def use(endpoint: Endpoint, session: aiohttp.ClientSession) -> Any:
+        answered = await session.request(method, path)
+        return answered.status, (await answered.json())["error"]["message"]
+
+    served_ones = "not served; served: POST /v1/chat/completions, GET /v1/models"
+    assert served(use) == (404, f"{method} /v1/{path}: {served_ones}")
 
 
 def test_parts_of_text_are_joined() -> None:

@@ -52,6 +52,7 @@ class Endpoint:
         app = web.Application(client_max_size=_LARGEST)
         app.router.add_post("/v1/chat/completions", partial(made._served, made._complete))
         app.router.add_get("/v1/models", partial(made._served, made._models))
+        app.router.add_route("*", "/{path:.*}", partial(made._served, _unknown))
         made._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await made._runner.setup()
         site = web.TCPSite(made._runner, "127.0.0.1", 0)
@@ -117,3 +118,9 @@ class Endpoint:
             return await handler(request)
         except RefusedRequest as error:
             return error_reply(error)
+
+
+async def _unknown(request: web.Request) -> web.StreamResponse:
+    """Refuses a path or method that is not served."""
+    served = "POST /v1/chat/completions, GET /v1/models"
+    raise RefusedRequest(f"{request.method} {request.path}: not served; served: {served}", status=404)

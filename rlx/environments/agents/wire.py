@@ -54,6 +54,11 @@ async def read_body(request: web.Request) -> Mapping[str, Any]:
     """
     try:
         body = await request.json()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise RefusedRequest(f"the body is too large: {error.text}", error.status) from None
+    except web.RequestPayloadError:  # it is not compressed as it says
+        request.content.feed_eof()  # else aiohttp reads on, and logs the error
+        body = None
     except (ValueError, RecursionError, LookupError):  # the last for an unknown character set
         body = None
     if not isinstance(body, dict):
@@ -96,7 +101,9 @@ def stripped(messages: Sequence[Utterance]) -> list[Utterance]:
 def error_reply(error: RefusedRequest) -> web.Response:
     """An error as OpenAI's clients read it."""
     content = {"error": {"message": str(error), "type": "invalid_request_error"}}
-    return web.json_response(content, status=error.status)
+    response = web.json_response(content, status=error.status)
+    response.force_close()  # what is left of a body that cannot be read is no next request
+    return response
 
 
 def reply(answer: Answer) -> dict[str, Any]:
