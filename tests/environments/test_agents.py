@@ -357,6 +357,16 @@ def test_an_agent_may_take_off_white_space_around_an_answer() -> None:
         ({"messages": [user([{"type": "image_url"}])]}, "each has a role and a content of text"),
         ({"messages": [user("a")], "n": 2}, "n: an episode has one answer"),
         ({"messages": [user("a")], "tools": [{}]}, "tools: not served"),
+        ({"messages": [user("a")], "logprobs": True, "top_logprobs": 2}, "logprobs: not served; those of all tokens"),
+        (
+            {"messages": [user("a")], "response_format": {"type": "json_object"}},
+            "response_format: not served; describe",
+        ),
+        ({"messages": [user("a")], "modalities": ["text", "audio"]}, "modalities: not served; an answer is text"),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]},
+            "tool_calls: not served; write calls",
+        ),
         ([], "the body is a JSON object"),
     ],
 )
@@ -398,6 +408,25 @@ def test_a_path_or_method_that_is_not_served_is_told_which_are(method: str, path
 
     served_ones = "not served; served: POST /v1/chat/completions, GET /v1/models"
     assert served(use) == (404, f"{method} /v1/{path}: {served_ones}")
+
+
+def test_what_asks_for_plain_text_is_served_and_names_are_what_the_policy_reads() -> None:
+    plain = {"logprobs": False, "top_logprobs": 0, "response_format": {"type": "text"}, "modalities": ["text"]}
+    tuning = {"temperature": 0.1, "max_tokens": 1, "stop": ["x"], "seed": 3, "tool_choice": "none", "tools": []}
+    body = {"messages": [user("a") | {"name": "bob"}], **plain, **tuning}
+
+    async def use(endpoint: Endpoint, session: aiohttp.ClientSession) -> Any:
+        asked = asyncio.ensure_future(session.post("chat/completions", json=body))
+        messages = [*await asyncio.wait_for(endpoint.asked(), 5)]
+        endpoint.answer(Answer("b", 1))
+        await asked
+        body["messages"] += [{"role": "assistant", "name": "me", "content": "b"}, user("c")]
+        asked = asyncio.ensure_future(session.post("chat/completions", json=body))
+        messages += await asyncio.wait_for(endpoint.asked(), 5)
+        endpoint.answer(Answer("b", 1))
+        return messages, (await asked).status
+
+    assert served(use) == ([user("a") | {"name": "bob"}, user("c")], 200)
 
 
 def test_parts_of_text_are_joined() -> None:

@@ -16,6 +16,18 @@ from rlx.environments.base import sendable
 from rlx.types import TurnLength, Utterance
 
 MODEL = "policy"
+_TOOLS, _FORM = "describe tools in the messages", "describe the form of answers in the messages"
+_NOT_SERVED = {
+    **dict.fromkeys(("tools", "functions", "tool_choice", "function_call"), _TOOLS),
+    **dict.fromkeys(("response_format", "structured_outputs"), _FORM),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _FORM),  # vLLM's
+    **dict.fromkeys(("logprobs", "top_logprobs"), "those of all tokens are kept with the episode"),
+    **dict.fromkeys(("audio", "web_search_options"), ""),
+    "modalities": "an answer is text",
+}
+"""fields of a request that would give its answer another form or meaning, and a hint"""
+_PLAIN: tuple[Any, ...] = ("none", "auto", ["text"], {"type": "text"})
+"""values of these fields that ask for nothing but text"""
 
 
 @dataclass(frozen=True)
@@ -65,17 +77,17 @@ async def read_body(request: web.Request) -> Mapping[str, Any]:
         raise RefusedRequest("the body is a JSON object")
     if body.get("n") not in (None, 1):
         raise RefusedRequest("n: an episode has one answer to each request")
-    for name in ("tools", "functions"):
-        if body.get(name):
-            raise RefusedRequest(f"{name}: not served; describe tools in the messages")
+    for name, hint in _NOT_SERVED.items():
+        if body.get(name) and body[name] not in _PLAIN:
+            raise RefusedRequest(f"{name}: not served{hint and f'; {hint}'}")
     return body
 
 
 def messages_in(body: Mapping[str, Any]) -> list[Utterance]:
-    """The messages of a request: roles and texts.
+    """The messages of a request: roles, texts, and names where there are any.
 
     Raises:
-        RefusedRequest: there are none, or one is no text.
+        RefusedRequest: there are none, or one is no text, or has a call of a tool beside it.
     """
     given = body.get("messages")
     if not isinstance(given, list) or not given:
@@ -90,12 +102,23 @@ def _message(given: Any) -> Utterance:
         content = "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
     if not (isinstance(role, str) and isinstance(content, str)):
         raise RefusedRequest("messages: each has a role and a content of text")
-    return {"role": role, "content": sendable(content)}
+    for part in ("tool_calls", "function_call"):
+        if given.get(part):
+            raise RefusedRequest(f"messages: {part}: not served; write calls in the content")
+    name = given.get("name")
+    named = {"name": sendable(name)} if isinstance(name, str) else {}
+    return {"role": role, **named, "content": sendable(content)}
 
 
 def stripped(messages: Sequence[Utterance]) -> list[Utterance]:
-    """Messages without the white space around those of the assistant, which many agents take off."""
-    return [m | {"content": m["content"].strip()} if m["role"] == "assistant" else m for m in map(dict, messages)]
+    """Messages as they are compared: those of the assistant without a name, and without the white space around them.
+
+    Many agents give them the one and take off the other.
+    """
+    return [
+        {"role": each["role"], "content": each["content"].strip()} if each["role"] == "assistant" else each
+        for each in messages
+    ]
 
 
 def error_reply(error: RefusedRequest) -> web.Response:
