@@ -256,7 +256,7 @@ def _place(error: BaseException) -> str:
     """
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     file, line = next((each for each in reversed(frames) if not _is_library(each[0])), frames[-1])
-    return "" if Path(file).parent == _HERE else f"{file}:{line}"
+    return "" if Path(file).parent in (_HERE, _HERE / "agents") else f"{file}:{line}"
 
 
 def _is_library(file: str) -> bool:

@@ -111,6 +111,35 @@ def misbehaved(what: str) -> float:
     raise KeyError(what)
 
 
+class Returning(AgentLoop):
+    """Asks once, and returns what is no reward."""
+
+    def play(self, row: TaskRow, seed: int, base_url: str, api_key: str) -> Any:
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            client.chat.completions.create(model="policy", messages=[user("a")])
+        return self.reward()
+
+    def reward(self) -> Any:
+        return None
+
+
+class Praising(Returning):
+    def reward(self) -> Any:
+        return "good"
+
+
+class Misread(AgentLoop):
+    def play(self, row: TaskRow) -> float:  # type: ignore[override]
+        return 1.0
+
+
+class Restarted(Returning):
+    """Begins by itself."""
+
+    async def reset(self, row: TaskRow, seed: int) -> str:
+        return row.question
+
+
 class Waiting(AgentLoop):
     """Is cancelled when its episode ends."""
 
@@ -209,6 +238,25 @@ def test_an_agent_that_asks_nothing_is_named() -> None:
 
     with pytest.raises(EnvironmentFailed, match=r"Silent\.play returned before its first request"):
         asyncio.run(started())
+
+
+@pytest.mark.parametrize(
+    ("name", "failure"),
+    [
+        ("Returning", "Returning.play returns the reward, a number, not NoneType"),
+        ("Praising", "Praising.play returns the reward, a number, not str"),
+        ("Misread", "Misread.play takes (row, seed, base_url, api_key): too many positional arguments"),
+        ("Restarted", "Restarted.reset has to return what AgentLoop's does: await super().reset(row, seed)"),
+    ],
+)
+def test_an_agent_that_is_written_wrongly_is_told_what_is_meant_and_no_place_in_rlx(name: str, failure: str) -> None:
+    async def played() -> str:
+        host = EnvironmentHost(HostSettings(f"{HERE}{name}", {}, 5.0, 1))
+        *_, failed = await host.repeat("1", Beginning(ROW, 0), [Action("b", 0)])
+        await host.close("1")
+        return str(failed.error)
+
+    assert asyncio.run(played()) == f"raised TypeError: {failure}"
 
 
 def test_an_episode_that_is_cut_ends_its_agent() -> None:

@@ -8,11 +8,11 @@ returns, the episode has ended with what it returned. Left out: the server (endp
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from inspect import isawaitable
 from typing import Any
 
 from rlx.environments.agents.endpoint import Endpoint
@@ -24,8 +24,8 @@ from rlx.types import TaskRow, TurnLength
 class AgentLoop:
     """Derive from it and write `play`; the class is then an environment, named module:Class."""
 
-    _agent: AgentThread
-    _endpoint: Endpoint
+    _agent: AgentThread | None = None  # None: it has not begun
+    _endpoint: Endpoint | None = None
 
     def play(self, row: TaskRow, seed: int, base_url: str, api_key: str) -> float | Awaitable[float]:
         """Plays an episode and returns its reward. It may be `async`; it has a thread of its own.
@@ -43,34 +43,57 @@ class AgentLoop:
 
         Raises:
             ValueError: it returned without one.
+            TypeError: `play` takes other arguments.
         """
-        self._endpoint = await Endpoint.open()
-        self._agent = AgentThread(self.play, (row, seed, self._endpoint.base_url, self._endpoint.api_key))
-        said, _, is_over = await self._next()
+        name = type(self).__name__
+        try:
+            inspect.signature(self.play).bind(row, seed, "", "")
+        except TypeError as error:
+            raise TypeError(f"{name}.play takes (row, seed, base_url, api_key): {error}") from None
+        endpoint = self._endpoint = await Endpoint.open()
+        agent = self._agent = AgentThread(self.play, (row, seed, endpoint.base_url, endpoint.api_key))
+        said, _, is_over = await self._next(endpoint, agent)
         if is_over:
-            raise ValueError(f"{type(self).__name__}.play returned before its first request")
+            raise ValueError(f"{name}.play returned before its first request")
         return said
 
     async def step(self, action: str, version: int, length: TurnLength) -> Answered:
-        """Answers the agent's request; returns the messages of its next one, or its reward."""
+        """Answers the agent's request; returns the messages of its next one, or its reward.
+
+        Raises:
+            TypeError: `play` has returned what is no number, or a `reset` of a subclass has not started it.
+        """
+        if not (self._endpoint and self._agent):
+            name = type(self).__name__
+            raise TypeError(f"{name}.reset has to return what AgentLoop's does: await super().reset(row, seed)")
         self._endpoint.answer(Answer(action, version, length))
-        return await self._next()
+        return await self._next(self._endpoint, self._agent)
 
     async def close(self) -> None:
         """Ends the server, and with it an agent that waits for an answer; returns when the agent has ended."""
-        self._agent.cancel()
-        await self._endpoint.close()
-        await self._agent.wait()
+        if self._agent:
+            self._agent.cancel()
+        if self._endpoint:
+            await self._endpoint.close()
+        if self._agent:
+            await self._agent.wait()
 
-    async def _next(self) -> Answered:
-        asked = asyncio.ensure_future(self._endpoint.asked())
+    async def _next(self, endpoint: Endpoint, agent: AgentThread) -> Answered:
+        asked = asyncio.ensure_future(endpoint.asked())
         try:
-            await self._agent.wait(asked)
+            await agent.wait(asked)
         finally:
             asked.cancel()
-        if self._agent.result.done():
-            return (), float(self._agent.result.result()), True
-        return asked.result(), 0.0, False
+        if not agent.result.done():
+            return asked.result(), 0.0, False
+        return (), self._reward(agent.result.result()), True
+
+    def _reward(self, returned: Any) -> float:
+        try:
+            return float(returned)
+        except (TypeError, ValueError):
+            given = f"{type(self).__name__}.play returns the reward, a number, not {type(returned).__name__}"
+            raise TypeError(given) from None
 
 
 class AgentThread:
@@ -109,7 +132,7 @@ class AgentThread:
     def _run(self, play: Callable[..., Any], arguments: Sequence[Any]) -> None:
         try:
             value = play(*arguments)
-            value = asyncio.run(self._awaited(value)) if isawaitable(value) else value
+            value = asyncio.run(self._awaited(value)) if inspect.isawaitable(value) else value
             settle = partial(self.result.set_result, value)
         except BaseException as error:  # SystemExit would end the loop that gets it, and no future takes StopIteration
             is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
