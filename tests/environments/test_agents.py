@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import openai
@@ -154,6 +154,20 @@ class Waiting(AgentLoop):
         return 0.0
 
 
+class Refused(AgentLoop):
+    """Keeps the error of its request, whose client would repeat it where a connection is lost."""
+
+    errors: ClassVar[list[Any]] = []
+
+    def play(self, row: TaskRow, seed: int, base_url: str, api_key: str) -> float:
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            try:
+                client.chat.completions.create(model="policy", messages=[user("a")])
+            except openai.OpenAIError as error:
+                Refused.errors.append(error)
+        return 0.0
+
+
 class Hung(AgentLoop):
     """Hangs after its first answer, or when there is none, on its thread or where it can be cancelled."""
 
@@ -265,6 +279,14 @@ def test_an_episode_that_is_cut_ends_its_agent() -> None:
     assert Waiting.ended == before + 1
 
 
+def test_an_agent_whose_episode_is_cut_is_refused_so_that_its_client_does_not_ask_again() -> None:
+    Refused.errors.clear()
+    conversation(pool_of(f"{HERE}Refused"))
+    (error,) = Refused.errors
+    assert isinstance(error, openai.APIStatusError) and error.status_code == 410
+    assert "the episode is over" in str(error)
+
+
 @pytest.mark.parametrize("name", ["Bad", "BadOnThread"])
 @pytest.mark.parametrize(
     ("what", "reason"),
@@ -326,6 +348,21 @@ def test_nobody_is_served_without_the_key() -> None:
         return [(await each).status for each in asked] + [endpoint._asked.empty()]
 
     assert served(use) == [401, 401, True]
+
+
+def test_who_asks_again_after_the_end_waits_for_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that ignores errors would keep a core busy."""
+    monkeypatch.setattr("rlx.environments.agents.endpoint._PAUSE_S", 0.3)
+
+    async def use(endpoint: Endpoint, session: aiohttp.ClientSession) -> Any:
+        first = asyncio.ensure_future(session.post("chat/completions", json={"messages": [user("a")]}))
+        await endpoint.asked()
+        endpoint.end()
+        statuses, started = [(await first).status], asyncio.get_running_loop().time()
+        statuses.append((await session.post("chat/completions", json={"messages": [user("a")]})).status)
+        return statuses, asyncio.get_running_loop().time() - started >= 0.3
+
+    assert served(use) == ([410, 410], True)
 
 
 def test_a_request_that_is_repeated_gets_the_same_answer() -> None:

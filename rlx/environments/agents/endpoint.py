@@ -29,6 +29,7 @@ from rlx.environments.agents.wire import (
 from rlx.types import Utterance
 
 _LARGEST = 16 << 20  # bytes of a request
+_PAUSE_S = 1.0  # before the answer to a request that comes after the end: who asks in a loop keeps no core busy
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -40,6 +41,7 @@ class Endpoint:
         self._said: list[Utterance] = []  # `stripped`, in the conversation, the policy's last answer included
         self._asked = asyncio.Queue[tuple[Utterance, ...]]()
         self._answer: asyncio.Future[Answer] | None = None  # what the newest request waits for
+        self._is_over = False
         self._runner: web.AppRunner | None = None
 
     @classmethod
@@ -70,10 +72,16 @@ class Endpoint:
         self._said += stripped([{"role": "assistant", "content": answer.text}])
         self._answer.set_result(answer)
 
-    async def close(self) -> None:
-        """Ends the server; a request that waits fails."""
+    def end(self) -> None:
+        """Refuses the request that waits, at once, and all others: clients do not repeat what is refused."""
+        self._is_over = True
         if self._answer and not self._answer.done():
-            self._answer.cancel()  # else its handler would wait for ever, whose client has gone
+            self._answer.set_exception(_over())
+            self._answer.exception()  # its handler may have gone with its client
+
+    async def close(self) -> None:
+        """Ends the server."""
+        self.end()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -115,9 +123,16 @@ class Endpoint:
         try:
             if not secrets.compare_digest(given.encode(errors="surrogateescape"), self.api_key.encode()):
                 raise RefusedRequest("this is not the key of the episode", status=401)
+            if self._is_over:
+                await asyncio.sleep(_PAUSE_S)
+                raise _over()
             return await handler(request)
         except RefusedRequest as error:
             return error_reply(error)
+
+
+def _over() -> RefusedRequest:
+    return RefusedRequest("the episode is over", status=410)
 
 
 async def _unknown(request: web.Request) -> web.StreamResponse:

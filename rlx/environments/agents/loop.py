@@ -70,13 +70,16 @@ class AgentLoop:
         return await self._next(self._endpoint, self._agent)
 
     async def close(self) -> None:
-        """Ends the server, and with it an agent that waits for an answer; returns when the agent has ended."""
-        if self._agent:
-            self._agent.cancel()
-        if self._endpoint:
+        """Refuses what the agent asks for, and returns when it has ended, and then the server."""
+        if not self._endpoint:
+            return
+        self._endpoint.end()
+        try:
+            if self._agent:
+                self._agent.cancel()
+                await self._agent.wait()
+        finally:
             await self._endpoint.close()
-        if self._agent:
-            await self._agent.wait()
 
     async def _next(self, endpoint: Endpoint, agent: AgentThread) -> Answered:
         asked = asyncio.ensure_future(endpoint.asked())
