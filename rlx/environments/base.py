@@ -110,6 +110,11 @@ def has_steps(found: type[Any]) -> bool:
     return callable(getattr(found, "step", None))
 
 
+def threads_of(found: type[Any]) -> int:
+    """Threads that an episode of a class has: the instance's own, and as many as the class says that it starts."""
+    return 1 + int(getattr(found, "threads_per_episode", 0))
+
+
 def tool_methods(found: type[Any]) -> dict[str, Callable[..., Any]]:
     """The tools of a class by name, in the order in which they are written; class methods and wrapped ones are some."""
     names = [name for each in reversed(found.__mro__[:-1]) for name in vars(each)]

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from rlx.actors import BulkActor
 from rlx.config.errors import one_line
-from rlx.environments.base import has_steps, load_environment, messages_of
+from rlx.environments.base import has_steps, load_environment, messages_of, threads_of
 from rlx.environments.instance import Instance
 from rlx.environments.tools import ToolDialogue, finite, score_of
 from rlx.types import EnvironmentFailed, Observation, TaskRow, TurnLength
@@ -128,7 +128,7 @@ class EnvironmentHost(BulkActor):
         # Known before anything is called, which may fail: the instance is closed all the same.
         live = self._live[key] = Instance()
         if self._limit:
-            self._limit.allow_threads(len(self._live) + len(self._left))
+            self._limit.allow_threads(threads_of(self._kind) * (len(self._live) + len(self._left)))
         return await self._timed(live, functools.partial(self._start, live, beginning))
 
     async def step(self, key: str, action: Action) -> Reply:

@@ -15,6 +15,9 @@ from typing import Any
 
 from rlx.environments.tools import ToolDialogue
 
+_NO_THREAD = "can't start new thread"
+"""the text of Python's RuntimeError"""
+
 
 class OwnThread:
     """Calls methods of one instance: plain ones on a thread, one after another, those that are `async` on the loop."""
@@ -25,7 +28,10 @@ class OwnThread:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="environment")
 
     async def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """What a method returns; raises what it raises, and RuntimeError where that would end the event loop."""
+        """What a method returns; raises what it raises, and RuntimeError where that would end the event loop.
+
+        Python's error that no thread can be started is a MemoryError here: there is no memory for its stack.
+        """
         try:
             if inspect.iscoroutinefunction(method):
                 return await method(*args, **kwargs)
@@ -34,6 +40,10 @@ class OwnThread:
             return await returned if inspect.isawaitable(returned) else returned
         except (SystemExit, KeyboardInterrupt) as error:
             raise RuntimeError(repr(error)) from None
+        except RuntimeError as error:
+            if str(error) != _NO_THREAD:
+                raise
+            raise MemoryError(_NO_THREAD).with_traceback(error.__traceback__) from None
 
     def end(self) -> None:
         """Ends the thread once the method has returned that runs there, if any; does not wait."""

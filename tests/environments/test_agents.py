@@ -1,6 +1,7 @@
 """Agents that ask an OpenAI-compatible address: one conversation is one episode, token by token."""
 
 import asyncio
+import resource
 import sys
 import threading
 from collections.abc import Callable, Coroutine
@@ -285,6 +286,27 @@ def test_an_agent_whose_episode_is_cut_is_refused_so_that_its_client_does_not_as
     (error,) = Refused.errors
     assert isinstance(error, openai.APIStatusError) and error.status_code == 410
     assert "the episode is over" in str(error)
+
+
+def test_stacks_of_an_agents_threads_are_no_memory_of_environments() -> None:
+    """Its instance's, that of `play`, and two that `play` starts."""
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+
+    def allowed(name: str) -> int:
+        host = EnvironmentHost(HostSettings(name, {}, 5.0, 1, memory_mb=1 << 20))
+        before = resource.getrlimit(resource.RLIMIT_DATA)[0]
+
+        async def played() -> None:
+            assert not (await host.start("1", Beginning(ROW, 0))).failure
+            await host.close("1")
+
+        asyncio.run(played())
+        return resource.getrlimit(resource.RLIMIT_DATA)[0] - before
+
+    try:
+        assert allowed(f"{HERE}Patient") == 4 * allowed("guess_number") > 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
 
 
 @pytest.mark.parametrize("name", ["Bad", "BadOnThread"])

@@ -88,6 +88,30 @@ class Exhausted(Plain):
         return next(iter([])), 0.0, False
 
 
+class Crowded(Plain):
+    """Starts a thread for which there is no memory, in a turn or in a tool."""
+
+    def step(self, action: str) -> Any:
+        started_on_a_stack_of(1 << 60)
+
+
+class CrowdedTool:
+    def crowd(self) -> None:
+        """Starts it."""
+        started_on_a_stack_of(1 << 60)
+
+    def score(self, answer: str) -> float:
+        return 0.0
+
+
+def started_on_a_stack_of(size: int) -> None:
+    before = threading.stack_size(size)
+    try:
+        threading.Thread(target=print).start()
+    finally:
+        threading.stack_size(before)
+
+
 class Shelf(Plain):
     """Has a connection, which belongs to the thread that made it, and plain methods of all kinds."""
 
@@ -235,6 +259,14 @@ def test_stacks_of_threads_are_no_memory_of_environments() -> None:
         assert resource.getrlimit(resource.RLIMIT_DATA)[0] >= before + 1000 * (1 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, limits)
+
+
+@pytest.mark.parametrize(("kind", "turn"), [("Crowded", "a"), ("CrowdedTool", CALL % ("crowd", "{}"))])
+def test_a_thread_that_cannot_be_started_is_memory_that_has_run_out(kind: str, turn: str) -> None:
+    _, failed = replies(kind, turn)
+    assert failed.failure == "raised MemoryError: can't start new thread" and failed.is_stuck
+    line = inspect.getsourcelines(started_on_a_stack_of)[1] + 3
+    assert failed.raised_at == f"{__file__}:{line}"
 
 
 def test_the_end_of_a_dialogue_adds_its_score_if_it_has_one() -> None:

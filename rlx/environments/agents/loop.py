@@ -13,7 +13,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from rlx.environments.agents.endpoint import Endpoint
 from rlx.environments.agents.wire import Answer
@@ -24,6 +24,9 @@ from rlx.types import TaskRow, TurnLength
 class AgentLoop:
     """Derive from it and write `play`; the class is then an environment, named module:Class."""
 
+    threads_per_episode: ClassVar[int] = 3
+    """threads that an episode starts at most, whose stacks `environment.memory_mb` leaves out: that of `play`, and two
+    that `play` starts itself, as OpenAI's `async` client starts one"""
     _agent: AgentThread | None = None  # None: it has not begun
     _endpoint: Endpoint | None = None
 
