@@ -240,8 +240,9 @@ def start_mailbox() -> Any:
 
 def end_mailbox(actor: Any) -> None:
     """Ends a mailbox actor, whoever still has its handle: Tune keeps those of trials, errors those of their frames."""
-    with suppress(ray.exceptions.RayError):  # Ray has been shut down, or has died
-        ray.kill(actor)
+    with suppress(ray.exceptions.RayError):  # Ray has died
+        if ray.is_initialized():  # `kill` would start it again; a shutdown has ended the actor
+            ray.kill(actor)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

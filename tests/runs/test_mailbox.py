@@ -1,5 +1,7 @@
 """What the driver and the workers of a run leave for each other, through the real actor."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -148,3 +150,9 @@ def test_boxes_do_not_mix(actor: Any, box: Box) -> None:
     box.send("mine")
     assert (box.receive(0, 5.0), other.receive(0, 5.0)) == (["mine"], ["theirs"])
     other.close()
+
+
+def test_the_end_of_a_mailbox_starts_no_ray() -> None:
+    """As where Ray is shut down before a Tuner that was never fitted is gone."""
+    code = "import ray; from rlx.runs.mailbox import end_mailbox; end_mailbox(None); assert not ray.is_initialized()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
