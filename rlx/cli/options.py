@@ -15,7 +15,10 @@ import typing
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from rlx.config.errors import ConfigError, called_here, meant, most_similar, nearest
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from rlx.config.errors import EMPTY, ConfigError, called_here, meant, most_similar, nearest
 from rlx.config.loading import parse_yaml
 from rlx.config.run import RunConfig, is_setting, sections, settings
 from rlx.config.sections.base import flatten
@@ -226,16 +229,24 @@ def _refuse(argument: str, parser: argparse.ArgumentParser) -> typing.NoReturn:
 
 
 def _refuse_empty(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Raises ConfigError for an option whose value is empty, as of a shell's unset variable.
-
-    Lists may be empty. Whether a text may, its setting says.
-    """
+    """Raises ConfigError for an option whose value is empty, as of a shell's unset variable, unless it is one."""
     for action in parser._actions:
         is_empty = getattr(args, action.dest, None) == "" != action.const
-        field = settings().get(action.dest)
-        is_text = field and action.dest not in ("name", "storage") and {str, tuple} & set(_kinds(field.annotation))
-        if is_empty and not is_text:
-            raise ConfigError(f"{action.option_strings[0]}: expected a value, found an empty one")
+        if is_empty and not _may_be_empty(settings().get(action.dest)):
+            raise ConfigError(f"{action.option_strings[0]}: {EMPTY}")
+
+
+def _may_be_empty(setting: FieldInfo | None) -> bool:
+    """Whether an empty text is a value of a setting: it is that of a list, of prompts and of patterns."""
+    kinds = _kinds(setting.annotation) if setting else []
+    if setting is None or str not in kinds:
+        return tuple in kinds
+    annotation: Any = Annotated[setting.annotation, setting]
+    try:
+        TypeAdapter(annotation).validate_python("")
+    except ValidationError:
+        return False
+    return True
 
 
 def _meant(name: str, known: Sequence[str]) -> str:

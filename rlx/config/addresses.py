@@ -15,6 +15,8 @@ from typing import Annotated, Any
 
 import pydantic
 
+from rlx.config.errors import EMPTY
+
 _SECRET = re.compile(  # names of options
     r"passw|passcode|passphrase|secret|credential|signature|bearer|authorization|cookie|oauth|hmac|session_?id"
     r"|token$|(access|auth)_?tokens"
@@ -61,9 +63,14 @@ def why_unusable(address: str) -> str:
     return f"a file's name has {_LONGEST_NAME} bytes at most, and one here {longest}" if longest > _LONGEST_NAME else ""
 
 
+def refuse_empty(text: str) -> str:
+    """Returns a text; raises ValueError for an empty one."""
+    if not text:
+        raise ValueError(EMPTY)
+    return text
+
+
 def _refuse_unusable(address: str) -> str:
-    if not address:  # as of a shell's variable that is not set
-        raise ValueError("expected a value, found an empty one")
     if reason := why_unusable(address):
         raise ValueError(reason)
     return address
@@ -79,6 +86,7 @@ def _refuse_secret(address: str, info: pydantic.ValidationInfo) -> str:
 Address = Annotated[
     str,
     pydantic.AfterValidator(_refuse_secret),
+    pydantic.AfterValidator(refuse_empty),
     pydantic.AfterValidator(_refuse_unusable),
     pydantic.AfterValidator(os.path.expanduser),
 ]

@@ -11,6 +11,7 @@ import reprlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
+EMPTY = "expected a value, found an empty one"  # as of a shell's variable that is not set
 _SHOWN_CHARACTERS = 300
 _CALLED = {
     # how much is trained, and on what at once

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 import pydantic
 
+from rlx.config.addresses import refuse_empty
+
 DEFAULT_METRIC = "eval/accuracy"
 """metric that ranks checkpoints, runs and trials when nothing else is chosen"""
 OF_THE_MACHINE = (
@@ -34,4 +36,4 @@ def metric_name(given: str) -> str:
     return given.replace("@", "_at_")
 
 
-MetricName = Annotated[str, pydantic.AfterValidator(metric_name)]
+MetricName = Annotated[str, pydantic.AfterValidator(refuse_empty), pydantic.AfterValidator(metric_name)]

@@ -836,19 +836,28 @@ def test_a_list_that_cannot_be_read_is_shown_as_it_was_typed(text: str) -> None:
     [
         *("train.steps", "scaling.use_gpu", "data.params", "model.critic", "algorithm.kl_coef", "name", "storage"),
         *("model.path", "model.critic_path", "tracking.uri", "data.source", "environment.name", "reward.judge_model"),
+        "checkpoint.best_by",
     ],
 )
 def test_an_empty_value_is_no_value(key: str) -> None:
     """As of a shell's variable that is not set; lists and free texts may be empty."""
-    with pytest.raises(ConfigError, match=r"expected a value, found an empty one$|should have at least 1 character$"):
-        configured(f"--{key}", "")
+    option = f"--{key.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=f"^{option}: expected a value, found an empty one$"):
+        configured(option, "")
     assert configured("--data.system-prompt", "", "--model.lora-targets", "").data.system_prompt == ""
 
 
-@pytest.mark.parametrize("key", ["storage", "model.path", "tracking.uri", "eval.source", "environment.name"])
-def test_an_empty_address_or_name_in_a_file_is_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{key} = '': "):
+@pytest.mark.parametrize("key", ["storage", "model.path", "data.source", "data.prompt_column", "tracking.experiment"])
+def test_an_empty_value_in_a_file_is_refused_where_one_is_needed(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^config: {key} = '': expected a value, found an empty one$"):
         from_tree(with_overrides({}, {key: ""}))
+
+
+@pytest.mark.parametrize("key", ["name", "tracking.uri", "checkpoint.init_from", "environment.name", "reward.url"])
+def test_an_empty_value_in_a_file_leaves_an_optional_setting_unset(key: str) -> None:
+    """Earlier versions kept some with their runs, and took them for unset."""
+    config = from_tree(with_overrides({}, {key: "", "data.system_prompt": "", "reward.answer_pattern": ""}))
+    assert flatten(config)[key] is None and config.data.system_prompt == config.reward.answer_pattern == ""
 
 
 @pytest.mark.parametrize(

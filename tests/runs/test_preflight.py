@@ -44,7 +44,7 @@ def test_targets_of_adapters_are_looked_for_before_anything_starts(tiny_model: P
         check("q_proj", "v_prj")
     with pytest.raises(ConfigError, match=r"^model\.lora_targets lm_head: the output layer is tied to the embedding: "):
         check("q_proj", "lm_head")
-    with pytest.raises(ConfigError, match=r"model\.lora_targets\.1 = '': string should have at least 1 character"):
+    with pytest.raises(ConfigError, match=r"model\.lora_targets\.1 = '': expected a value, found an empty one"):
         check("q_proj", "")
 
 

@@ -14,7 +14,7 @@ import pydantic
 import regex  # type: ignore[import-untyped]  # what searches with a time limit, see rlx.rewards.patterns
 from pydantic import Field, NonNegativeFloat
 
-from rlx.config.addresses import any_secret
+from rlx.config.addresses import any_secret, refuse_empty
 
 
 class Section(pydantic.BaseModel):
@@ -42,6 +42,17 @@ class Section(pydantic.BaseModel):
         if _may_be(kind, int, float) and not _may_be(kind, bool) and any(isinstance(each, bool) for each in entries):
             raise ValueError("expected a number, not true or false (which yes and no are in YAML)")
         return value
+
+    @pydantic.field_validator("*", mode="wrap")
+    @classmethod
+    def _read_empty(cls, value: Any, read: pydantic.ValidatorFunctionWrapHandler, info: pydantic.ValidationInfo) -> Any:
+        """An empty text in a file or a tree leaves an optional setting unset, unless it is one of its values."""
+        try:
+            return read(value)
+        except pydantic.ValidationError:
+            if value == "" and _may_be(cls.model_fields[str(info.field_name)].annotation, type(None)):
+                return None
+            raise
 
 
 def _may_be(annotation: Any, *kinds: type) -> bool:
@@ -106,7 +117,7 @@ Params = Annotated[dict[str, Any], pydantic.AfterValidator(_check_params)]
 """settings of something that is not rlx's, by name"""
 Arguments = Annotated[Params, pydantic.AfterValidator(_check_names)]
 """arguments of a function of another library, by name"""
-NonEmptyText = Annotated[str, Field(min_length=1)]
+NonEmptyText = Annotated[str, pydantic.AfterValidator(refuse_empty)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Pattern = Annotated[str, pydantic.AfterValidator(_check_pattern)]

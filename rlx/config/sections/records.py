@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from rlx.config.addresses import Address
-from rlx.config.sections.base import Section
+from rlx.config.sections.base import NonEmptyText, Section
 from rlx.config.sweep import DEFAULT_METRIC, MetricName
 
 
@@ -55,7 +55,7 @@ class TrackingConfig(Section):
     wandb (with WANDB_API_KEY, or WANDB_MODE=offline); see docs/tracking.md"""
     uri: Address | None = None
     """MLflow tracking server or database; unset: SQLite in the storage folder"""
-    experiment: str = Field(default="rlx", min_length=1, max_length=500)
+    experiment: NonEmptyText = Field(default="rlx", max_length=500)
     """MLflow experiment, and W&B project, of the runs and sweeps"""
     samples: NonNegativeInt = 32
     """held-out completions per evaluation in the table of samples"""
