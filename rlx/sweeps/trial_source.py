@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from rlx.sweeps.schedulers.race import Race
 from rlx.sweeps.space import MODE, Space, complete_settings
 
 _LOG = logging.getLogger("rlx")
-_MOST_REFUSED = 100  # suggestions for one setting; a search that hears of failures alone may suggest the same for ever
+_MOST_REFUSED = 100  # suggestions for one setting: a search may suggest nothing else for ever
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class SeededSearch:
         self._settings: dict[int, dict[str, Any]] = {}  # by setting, without a seed
         self._values: dict[int, list[float | None]] = {}  # by setting, the values of its trials so far
         self._ids, self._asked = dict[int, str](), itertools.count()  # by setting, its id in the search
+        self._lowest: float | None = None  # of the values that the search was told
         self._has_refused = self.is_exhausted = False
 
     def settings_of(self, number: int, is_new: bool = True) -> dict[str, Any] | None:
@@ -73,7 +75,8 @@ class SeededSearch:
     def _suggested(self, setting: int, is_new: bool) -> dict[str, Any] | str | None:
         """Returns the settings that the search suggests; None if it waits, FINISHED if it has no more.
 
-        Those that cannot work cost no trial: it is told that they failed. After `_MOST_REFUSED` the next ones are one.
+        Those that cannot work cost no trial: it is told the lowest value so far. (Searches learn nothing of failures.)
+        After `_MOST_REFUSED` the next ones are one.
         """
         refused = 0
         while True:
@@ -85,7 +88,7 @@ class SeededSearch:
             if not is_new or refused == _MOST_REFUSED or self._works(settings):
                 return settings
             refused += 1
-            self._search.on_trial_complete(self._ids[setting], error=True)
+            self._end(setting, self._lowest)
 
     def _works(self, settings: Mapping[str, Any]) -> bool:
         try:
@@ -115,8 +118,15 @@ class SeededSearch:
         values.append(value)
         if len(values) == len(self._seeds):
             known = [each for each in values if each is not None]
-            result = {DEFAULT_METRIC: sum(known) / len(known)} if known else None
-            self._search.on_trial_complete(self._ids[setting], result, error=not known)
+            mean = sum(known) / len(known) if known else None
+            self._end(setting, mean)
+            if mean is not None and math.isfinite(mean):
+                self._lowest = mean if self._lowest is None else min(self._lowest, mean)
+
+    def _end(self, setting: int, value: float | None) -> None:
+        """Tells the search the value of what it has suggested, None if it failed."""
+        result = None if value is None else {DEFAULT_METRIC: value}
+        self._search.on_trial_complete(self._ids[setting], result, error=value is None)
 
 
 class TrialSource(Searcher):

@@ -16,10 +16,10 @@ from ray.tune.search import Searcher
 
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
-from rlx.config.sweep import DEFAULT_METRIC
+from rlx.config.sweep import DEFAULT_METRIC, SearchName
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage, StorageError
-from rlx.sweeps import tuner
+from rlx.sweeps import searchers, tuner
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState
 from rlx.sweeps.searchers import ListSearch
 from rlx.sweeps.space import MODE
@@ -128,6 +128,30 @@ def test_suggestions_that_cannot_work_are_no_trials(folder: Storage, caplog: pyt
     for trial, value in zip(given, (0.1, 0.2), strict=True):
         ends(some, trial, value)
     assert search.told == {"0": None, "1": 0.1, "2": None, "3": 0.2}
+
+
+@pytest.mark.parametrize(("mode", "lowest"), [("max", 0.2), ("min", -0.9)])
+def test_a_search_is_told_the_lowest_value_of_what_cannot_work(mode: str, lowest: float, folder: Storage) -> None:
+    some = trials(folder, search := Recording(), mode=mode, check=even)
+    for value in (0.2, 0.9, math.inf if mode == "min" else -math.inf):
+        trial = some.next_trial()
+        assert trial
+        ends(some, trial, value)
+    assert search.told["0"] is None and search.told["4"] == lowest
+
+
+@pytest.mark.parametrize("name", ["optuna", "hyperopt"])
+def test_a_search_goes_on_where_the_best_lies_beside_what_cannot_work(name: SearchName, folder: Storage) -> None:
+    space = {"train.num_minibatches": tune.choice([1, 2, 4, 8]), "train.prompts_per_step": tune.choice([4, 8, 16])}
+
+    def check(settings: Mapping[str, Any]) -> None:
+        if settings["train.prompts_per_step"] % settings["train.num_minibatches"]:
+            raise ConfigError("no")
+
+    some = trials(folder, searchers.searcher(name, space, 30, 0), space=space, count=30, check=check)
+    while trial := some.next_trial():
+        check(trial.config)
+        ends(some, trial, trial.config["train.num_minibatches"] / 8 - trial.config["train.prompts_per_step"] / 16)
 
 
 def test_settings_that_a_search_suggests_go_together(folder: Storage) -> None:
