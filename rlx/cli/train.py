@@ -234,21 +234,24 @@ def in_short(
 
 @contextmanager
 def _telling(folder: Storage, storage: str) -> Iterator[None]:
-    """Says how to go on when a run that has begun is interrupted, or fails by more than a refusal of its settings."""
+    """Says how to go on when a run that has begun is interrupted or fails, unless its settings were refused."""
     try:
         yield
     except RuntimeError as error:
         from rlx.runs.train_run import RunError  # slow to import, unless it was raised
 
-        mends = isinstance(error, RunError) and f": {ConfigError.__name__}: " not in str(error)
-        way = _way_on(folder, storage) if mends else ""
+        refused = f": {ConfigError.__name__}: " in str(error)
+        way = _way_on(folder, storage, refused) if isinstance(error, RunError) else ""
         raise RunError(f"{error}; {way}") if way else error from None
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_way_on(folder, storage) or "the run had not begun") from None
 
 
-def _way_on(folder: Storage, storage: str) -> str:
-    """What continues a run, and from where; empty if the run has not begun."""
+def _way_on(folder: Storage, storage: str, refused: bool = False) -> str:
+    """What continues a run, and from where; empty if the run has not begun, or if its workers refused its settings.
+
+    If they have taken them before, as a checkpoint shows, what they refuse may be a node.
+    """
     from rlx.runs import run_folder
     from rlx.storage import checkpoint_catalog
     from rlx.storage.filesystem import StorageError
@@ -261,7 +264,7 @@ def _way_on(folder: Storage, storage: str) -> str:
             return f"{resumes} continues the run from its newest checkpoint"
     except (OSError, StorageError):  # which may be why the run has failed
         return f"{resumes} continues the run"
-    return f"{resumes} begins it again: it has no checkpoint yet"
+    return "" if refused else f"{resumes} begins it again: it has no checkpoint yet"
 
 
 def summary(name: str, first: Mapping[str, Any], last: Mapping[str, Any], seconds: float) -> str:

@@ -280,9 +280,12 @@ def test_a_run_that_ends_early_says_what_a_resume_makes_of_it(tmp_path: Path) ->
     assert said(RunError("worker 0: OSError: gone")) == f"worker 0: OSError: gone; {again}"
     (folder / "step_000004" / "rank_00000.safetensors").write_text("never finished")
     assert said(RunError("lost")) == f"lost; {again}"
-    put(folder.path, 5)
-    assert said(RunError("lost")) == f"lost; {resumes} continues the run from its newest checkpoint"
     refused = "worker 0: ConfigError: model.lora_targets lm_head: tied"  # which no resume can change
     assert said(RunError(refused)) == refused
+    put(folder.path, 5)
+    newest = f"{resumes} continues the run from its newest checkpoint"
+    assert said(RunError("lost")) == f"lost; {newest}"
+    refused = "worker 1: ConfigError: model.path /m: it has another model there"  # on a node that has joined since
+    assert said(RunError(refused)) == f"{refused}; {newest}"
     (folder / "step_000006" / "manifest.json").write_text('{"format": 999}')
     assert said(RunError("lost")).startswith(f"lost; {resumes} continues the run")
