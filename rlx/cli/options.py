@@ -328,7 +328,7 @@ def _value(text: str, annotation: Any) -> Any:
         return text
     for alternative in _alternatives(annotation):
         if typing.get_origin(alternative) is tuple:
-            return _items(text, of_texts=str in _kinds(typing.get_args(alternative)[0]))
+            return _texts(text) if str in _kinds(typing.get_args(alternative)[0]) else _items(text)
     value = _parse(text)
     return _whole(value) if int in kinds and isinstance(value, str) else value
 
@@ -338,19 +338,29 @@ def _kinds(annotation: Any) -> list[Any]:
     return [typing.get_origin(alternative) or alternative for alternative in _alternatives(annotation)]
 
 
-def _items(text: str, *, of_texts: bool) -> Any:
-    """The list that a text such as `a, b` or `[a, b]` stands for; the text itself where YAML reads it otherwise.
-
-    Where items are texts, what is none to YAML is one item: a number, a line break, or a mark such as #.
-    """
-    if text.lstrip().startswith("["):
+def _items(text: str) -> Any:
+    """The list that a text such as `1, 2` or `[1, 2]` stands for; the text itself where YAML reads it otherwise."""
+    if _has_bracket(text):
         return _parse(text)
     items = _parse(f"[{text}]")
-    is_list = isinstance(items, list)
-    is_read = is_list and all(isinstance(each, str) for each in items) and bool(items or not text)
-    if of_texts and not is_read and ("," not in text or text == ","):
-        return [text]
-    return items if is_list else text
+    return items if isinstance(items, list) else text
+
+
+def _texts(text: str) -> list[Any]:
+    """The texts of a list, as they are typed, with commas between two of them and spaces around these.
+
+    What begins with a bracket or a quote is read as YAML where that is a list (`["[END]"]`), or texts (`"a, b", "c"`).
+    """
+    if _has_bracket(text) or text.startswith(('"', "'")):
+        items = _items(text)
+        if isinstance(items, list) and (_has_bracket(text) or all(isinstance(each, str) for each in items)):
+            return items
+    typed = re.split(" *, *", text)
+    return typed if all(typed) else [text] if text else []
+
+
+def _has_bracket(text: str) -> bool:
+    return text.lstrip().startswith("[")
 
 
 def _whole(text: str) -> int | str:

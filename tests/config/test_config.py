@@ -777,6 +777,9 @@ def test_parse_separates_settings_from_the_options_of_the_command() -> None:
     assert from_tree(with_overrides({}, settings)).algorithm.kl_coef == 0.001
 
 
+ADAPTERS = ["--model.lora-rank", "8", "--model.lora-targets"]
+
+
 @pytest.mark.parametrize(
     ("argv", "key", "value"),
     [
@@ -798,6 +801,16 @@ def test_parse_separates_settings_from_the_options_of_the_command() -> None:
         (["--train.adam-betas", " [0.8, 0.9]"], "train.adam_betas", (0.8, 0.9)),
         (["--rollout.stop", "a, b"], "rollout.stop", ("a", "b")),
         *((["--rollout.stop", mark], "rollout.stop", (mark,)) for mark in ("#", ":", ",", '"', "- x", "1", "no", "\n")),
+        *(
+            (["--rollout.stop", text], "rollout.stop", (text,))
+            for text in ("\nQ", " Q", "a\n", "[", "[a]b", '"a":', "a,")
+        ),
+        (["--rollout.stop", "User:,Assistant:"], "rollout.stop", ("User:", "Assistant:")),
+        (["--rollout.stop", "1, #"], "rollout.stop", ("1", "#")),
+        (["--rollout.stop", '["[END]", "a, b"]'], "rollout.stop", ("[END]", "a, b")),
+        (["--rollout.stop", '"\\n", "a, b"'], "rollout.stop", ("\n", "a, b")),
+        ([*ADAPTERS, "[q_proj, v_proj]"], "model.lora_targets", ("q_proj", "v_proj")),
+        ([*ADAPTERS, "q_proj , v_proj,o_proj"], "model.lora_targets", ("q_proj", "v_proj", "o_proj")),
         (["--rollout.stop", ""], "rollout.stop", ()),
     ],
 )

@@ -53,7 +53,8 @@ class RolloutConfig(ScheduledSection):
     bad_words: tuple[NonEmptyText, ...] = ()
     """texts whose last token is never drawn after the others; needs algorithm.rollout_correction"""
     stop: tuple[NonEmptyText, ...] = ()
-    """texts that end a response, e.g. ["</answer>"]; the response keeps the token that completes one"""
+    """texts that end a response, e.g. ["</answer>"]; the response keeps the token that completes one. On the command
+    line commas are between texts as they are typed; one in brackets or quotes is YAML: '["[END]"]'"""
     sampling_options: Arguments = Field(default_factory=dict)
     """further arguments of vLLM's SamplingParams, e.g. {logit_bias: {11: -5}}; those that may alter the distribution
     need algorithm.rollout_correction"""
