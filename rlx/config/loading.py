@@ -142,6 +142,8 @@ def parse_yaml(text: str) -> Any:
         mark = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise ValueError(f"not valid YAML: {where}{' '.join(f'{error.problem}'.split())}") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     except Exception as error:  # PyYAML lets other errors through for a bad tag (!!bool x) or a 13th month
         raise ValueError(f"not valid YAML: {one_line(error)}") from None
     _check_size(value)
@@ -175,9 +177,10 @@ _NUMBERS = {
     r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$",
 }
 """PyYAML's own, without octal and sexagesimal ones"""
-_DATES = "tag:yaml.org,2002:timestamp"  # YAML 1.2 has none, and the JSON of a resume has them as text
+_NOT_IN_1_2 = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")
+"""dates, which the JSON of a resume has as text, and what `=` was"""
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in found if tag not in (*_NUMBERS, _DATES)]
+    first: [(tag, pattern) for tag, pattern in found if tag not in (*_NUMBERS, *_NOT_IN_1_2)]
     for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 for _tag, _pattern in _NUMBERS.items():

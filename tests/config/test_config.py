@@ -607,6 +607,10 @@ def test_a_key_that_is_there_twice_is_refused() -> None:
     assert parse_yaml(merged)["b"] == {"x": 2}
 
 
+def test_an_equals_sign_is_a_text_as_others_are() -> None:
+    assert parse_yaml("{=: 3, +: =}") == {"=": 3, "+": "="}
+
+
 @pytest.mark.parametrize(
     ("tree", "said"),
     [
@@ -754,6 +758,8 @@ def test_an_empty_yaml_file_is_an_empty_tree(tmp_path: Path) -> None:
         (b"a: &a [*a]\n", "not valid YAML: line 1, column 4: found unconstructable recursive node"),
         (b"&a {train: *a}\n", "not valid YAML: line 1, column 1: found unconstructable recursive node"),
         (b"algorithm: {kl_coef: {0: 0.1,\n 0.0: 0.2}}\n", "not valid YAML: line 2: 0.0 is there twice, as 0 before"),
+        (b"a: " + b"[" * 300 + b"]" * 300, "nested too deeply"),
+        (b"a: {=: 1, =: 2}", "not valid YAML: line 1: = is there twice"),
         (b"{1: a, '1': b}\n", "not valid YAML: line 1: 1 is there twice"),
     ],
 )
