@@ -45,6 +45,7 @@ _INSTEAD = {
 
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes, on Linux
+_WILDCARD = re.compile(rb"[*?[]")  # of a pattern, which may be longer than the names that match it
 
 
 def why_unusable(address: str) -> str:
@@ -56,6 +57,10 @@ def why_unusable(address: str) -> str:
     except UnicodeEncodeError:
         return "it is no text in UTF-8"
     if "://" in address and not address.startswith(("file:", "sqlite:")):
+        return ""
+    if address.startswith("sqlite:"):
+        path = path.partition(b"?")[0]  # options of the database follow
+    if _WILDCARD.search(path):
         return ""
     if len(path) > _LONGEST_PATH:
         return f"a path has {_LONGEST_PATH} bytes at most, and this one {len(path)}"

@@ -85,6 +85,7 @@ def test_an_address_with_a_secret_is_refused_and_never_shown(address: str, setti
         (f"/tmp/{'é' * 128}/x.jsonl", "a file's name has 255 bytes at most, and one here 256"),
         (f"file:///tmp/{'a' * 300}", "a file's name has 255 bytes at most, and one here 300"),
         (f"sqlite:////tmp/{'a' * 300}", "a file's name has 255 bytes at most, and one here 300"),
+        (f"sqlite:////tmp/{'a' * 300}?timeout=3", "a file's name has 255 bytes at most, and one here 300"),
         ("/a" * 3000, "a path has 4095 bytes at most, and this one 6000"),
     ],
 )
@@ -95,7 +96,8 @@ def test_what_no_file_or_server_can_be_called_is_refused_by_name(address: str, r
 
 
 def test_long_names_that_are_no_files_are_taken() -> None:
-    for address in (f"http://h/{'a' * 300}", f"s3://bucket/{'a' * 300}", "a" * 255):
+    patterns = (f"/d/[{'a' * 300}]*.jsonl", f"sqlite:///m.db?{'a' * 300}=1")
+    for address in (f"http://h/{'a' * 300}", f"s3://bucket/{'a' * 300}", "a" * 255, *patterns):
         assert from_tree(SETTINGS["storage"](address)).storage == address
 
 
