@@ -47,9 +47,9 @@ class ModelShape:
     def read(cls, path: str, setting: str = "model.path") -> ModelShape:
         """Raises ConfigError if config.json is no JSON object."""
         content = _config_json(path, setting)
-        positions = content.get("max_position_embeddings") or content.get("n_positions")  # the latter in GPT-2
-        width = content.get("hidden_size") or content.get("n_embd")
-        return cls(positions, content.get("num_attention_heads"), width)
+        known = {name: value for name, value in content.items() if isinstance(value, int)}  # some have one per layer
+        positions = known.get("max_position_embeddings") or known.get("n_positions")  # the latter in GPT-2
+        return cls(positions, known.get("num_attention_heads"), known.get("hidden_size") or known.get("n_embd"))
 
     def check(self, path: str, *, positions: int, tensor_parallel: int, lora_rank: int) -> None:
         """Raises ConfigError for longer texts than the model has positions, for engines that cannot share its heads, or

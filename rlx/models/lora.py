@@ -118,7 +118,8 @@ def check_targets(lm: Any, targets: Sequence[str]) -> None:
         if not named:
             hint = nearest(target, _linear_names(lm, parts=target.count(".") + 1))
             raise ConfigError(f"model.lora_targets {target}: no linear layer of the model is called that{hint}")
-        if lm.config.tie_word_embeddings and lm.get_output_embeddings() in named.values():
+        is_tied = getattr(lm.config, "tie_word_embeddings", False)
+        if is_tied and lm.get_output_embeddings() in named.values():
             raise ConfigError(
                 f"model.lora_targets {target}: the output layer is tied to the embedding: engines would not receive "
                 "its adapters"

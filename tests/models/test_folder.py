@@ -30,6 +30,13 @@ def test_a_model_is_taken_from_the_cache_or_refused_at_once_without_a_network(
     assert time.monotonic() - started < 2 and "".join(capfd.readouterr()) == ""
 
 
+def test_sizes_that_are_no_single_number_say_nothing(tmp_path: Path) -> None:
+    sizes = {"hidden_size": [64, 128], "n_embd": 128, "num_attention_heads": [4, 8], "max_position_embeddings": None}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    assert ModelShape.read(str(tmp_path)) == ModelShape(width=128)
+    ModelShape.read(str(tmp_path)).check("m", positions=9, tensor_parallel=3, lora_rank=8)
+
+
 @pytest.mark.parametrize("name", ["a b", "-a/b"])
 def test_what_cannot_be_a_name_is_refused_as_that(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^model\.path {name}: no folder here, and no model of the Hugging Face"):

@@ -14,6 +14,7 @@ from transformers import (
     CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    MllamaConfig,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedConfig,
@@ -213,6 +214,13 @@ def test_forgotten_activations_are_computed_again_without_dropout(tiny_model: Pa
             torch.testing.assert_close(one.grad, other.grad, atol=0, rtol=0)
     dropouts = [m for m in checkpointed.modules() if isinstance(m, torch.nn.Dropout) or "Attention" in type(m).__name__]
     assert dropouts and not any(module.training for module in dropouts)
+
+
+def test_adapters_of_a_model_that_does_not_say_whether_it_is_tied_are_taken() -> None:
+    sizes = {"hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 99}
+    lm = OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=16))
+    lm.config = MllamaConfig()
+    lora.check_targets(lm, ["q_proj"])
 
 
 @pytest.mark.parametrize(("share", "places"), [(1.0, [0, 1, 2, 3]), (0.75, [0, 1, 2]), (0.5, [0, 1]), (0.1, [0])])
