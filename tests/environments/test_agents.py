@@ -372,19 +372,28 @@ def test_nobody_is_served_without_the_key() -> None:
     assert served(use) == [401, 401, True]
 
 
-def test_who_asks_again_after_the_end_waits_for_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent that ignores errors would keep a core busy."""
-    monkeypatch.setattr("rlx.environments.agents.endpoint._PAUSE_S", 0.3)
+def test_requests_after_the_end_wait_longer_each_time() -> None:
+    """Turns of an agent that ignores errors are over soon, and one that asks in a loop keeps no core busy."""
 
     async def use(endpoint: Endpoint, session: aiohttp.ClientSession) -> Any:
-        first = asyncio.ensure_future(session.post("chat/completions", json={"messages": [user("a")]}))
+        async def ask() -> int:
+            return (await session.post("chat/completions", json={"messages": [user("a")]})).status
+
+        async def seconds(count: int) -> float:
+            started = asyncio.get_running_loop().time()
+            assert [await ask() for _ in range(count)] == [410] * count
+            return asyncio.get_running_loop().time() - started
+
+        first = asyncio.ensure_future(ask())
         await endpoint.asked()
         endpoint.end()
-        statuses, started = [(await first).status], asyncio.get_running_loop().time()
-        statuses.append((await session.post("chat/completions", json={"messages": [user("a")]})).status)
-        return statuses, asyncio.get_running_loop().time() - started >= 0.3
+        assert await first == 410
+        few = await seconds(10)
+        endpoint._late = 10_000
+        return few, await seconds(1)
 
-    assert served(use) == ([410, 410], True)
+    few, late = served(use)
+    assert 0.1 <= few < 1 <= late < 3
 
 
 def test_a_request_that_is_repeated_gets_the_same_answer() -> None:

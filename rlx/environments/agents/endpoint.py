@@ -29,7 +29,9 @@ from rlx.environments.agents.wire import (
 from rlx.types import Utterance
 
 _LARGEST = 16 << 20  # bytes of a request
-_PAUSE_S = 1.0  # before the answer to a request that comes after the end: who asks in a loop keeps no core busy
+_PAUSE_S, _LONGEST_S = 0.002, 1.0
+"""by how much each request after the end waits longer for its refusal, and at most: 30 turns of an agent that takes
+errors for answers are over in a second, and one that asks in a loop keeps no core busy"""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -41,7 +43,7 @@ class Endpoint:
         self._said: list[Utterance] = []  # `stripped`, in the conversation, the policy's last answer included
         self._asked = asyncio.Queue[tuple[Utterance, ...]]()
         self._answer: asyncio.Future[Answer] | None = None  # what the newest request waits for
-        self._is_over = False
+        self._is_over, self._late = False, 0  # requests after the end
         self._runner: web.AppRunner | None = None
 
     @classmethod
@@ -124,7 +126,8 @@ class Endpoint:
             if not secrets.compare_digest(given.encode(errors="surrogateescape"), self.api_key.encode()):
                 raise RefusedRequest("this is not the key of the episode", status=401)
             if self._is_over:
-                await asyncio.sleep(_PAUSE_S)
+                self._late += 1
+                await asyncio.sleep(min(self._late * _PAUSE_S, _LONGEST_S))
                 raise _over()
             return await handler(request)
         except RefusedRequest as error:
