@@ -1,6 +1,7 @@
 """Agents that ask an OpenAI-compatible address: one conversation is one episode, token by token."""
 
 import asyncio
+import functools
 import resource
 import sys
 import threading
@@ -134,6 +135,30 @@ class Misread(AgentLoop):
         return 1.0
 
 
+def with_client(play: Callable[[Any, TaskRow, openai.OpenAI], float]) -> Callable[..., float]:
+    """A `play` that is given a client."""
+
+    @functools.wraps(play)
+    def wrapped(self: Any, row: TaskRow, seed: int, base_url: str, api_key: str) -> float:
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            return play(self, row, client)
+
+    return wrapped
+
+
+class Decorated(AgentLoop):
+    @with_client
+    def play(self, row: TaskRow, client: openai.OpenAI) -> float:
+        client.chat.completions.create(model="policy", messages=[user("a")])
+        return 1.0
+
+
+class Unsigned(AgentLoop):
+    """Has a `play` that does not say what it takes; it returns the seed."""
+
+    play = staticmethod(functools.partial(max, key=lambda given: isinstance(given, int)))  # type: ignore[assignment]
+
+
 class Restarted(Returning):
     """Begins by itself."""
 
@@ -247,11 +272,12 @@ def test_an_agent_that_goes_on_when_its_episode_is_over_is_told_and_has_its_proc
     assert reply.failure == "close took longer than 0.3 s" and reply.is_stuck
 
 
-def test_an_agent_that_asks_nothing_is_named() -> None:
+@pytest.mark.parametrize("name", ["Silent", "Unsigned"])
+def test_an_agent_that_asks_nothing_is_named(name: str) -> None:
     async def started() -> None:
-        await pool_of(f"{HERE}Silent", retries=0).start("1", ROW, 7)
+        await pool_of(f"{HERE}{name}", retries=0).start("1", ROW, 7)
 
-    with pytest.raises(EnvironmentFailed, match=r"Silent\.play returned before its first request"):
+    with pytest.raises(EnvironmentFailed, match=rf"{name}\.play returned before its first request"):
         asyncio.run(started())
 
 
@@ -272,6 +298,10 @@ def test_an_agent_that_is_written_wrongly_is_told_what_is_meant_and_no_place_in_
         return str(failed.error)
 
     assert asyncio.run(played()) == f"raised TypeError: {failure}"
+
+
+def test_a_decorator_may_give_play_other_arguments() -> None:
+    assert conversation(pool_of(f"{HERE}Decorated"), "b")[0] == [(user("a"),), 1.0]
 
 
 def test_an_episode_that_is_cut_ends_its_agent() -> None:

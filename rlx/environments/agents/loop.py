@@ -50,7 +50,9 @@ class AgentLoop:
         """
         name = type(self).__name__
         try:
-            inspect.signature(self.play).bind(row, seed, "", "")
+            with suppress(ValueError):  # it has no signature
+                # A decorator that supplies arguments is what is called, not what it wraps.
+                inspect.signature(self.play, follow_wrapped=False).bind(row, seed, "", "")
         except TypeError as error:
             raise TypeError(f"{name}.play takes (row, seed, base_url, api_key): {error}") from None
         endpoint = self._endpoint = await Endpoint.open()
