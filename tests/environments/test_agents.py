@@ -556,7 +556,8 @@ def test_a_path_or_method_that_is_not_served_is_told_which_are(method: str, path
     assert served(use) == (404, f"{method} /v1/{path}: {served_ones}")
 
 
-def test_what_asks_for_plain_text_is_served_and_names_are_what_the_policy_reads() -> None:
+@pytest.mark.parametrize("repeated", [{}, {"name": "bob"}])
+def test_what_asks_for_plain_text_is_served_and_names_are_what_the_policy_reads(repeated: dict[str, Any]) -> None:
     plain = {"logprobs": False, "top_logprobs": 0, "response_format": {"type": "text"}, "modalities": ["text"]}
     tuning = {"temperature": 0.1, "max_tokens": 1, "stop": ["x"], "seed": 3, "tool_choice": "none", "tools": []}
     body = {"messages": [user("a") | {"name": "bob"}], **plain, **tuning}
@@ -566,7 +567,7 @@ def test_what_asks_for_plain_text_is_served_and_names_are_what_the_policy_reads(
         messages = [*await asyncio.wait_for(endpoint.asked(), 5)]
         endpoint.answer(Answer("b", 1))
         await asked
-        body["messages"] += [{"role": "assistant", "name": "me", "content": "b"}, user("c")]
+        body["messages"] = [user("a") | repeated, {"role": "assistant", "name": "me", "content": "b"}, user("c")]
         asked = asyncio.ensure_future(session.post("chat/completions", json=body))
         messages += await asyncio.wait_for(endpoint.asked(), 5)
         endpoint.answer(Answer("b", 1))

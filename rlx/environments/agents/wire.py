@@ -111,13 +111,13 @@ def _message(given: Any) -> Utterance:
 
 
 def stripped(messages: Sequence[Utterance]) -> list[Utterance]:
-    """Messages as they are compared: those of the assistant without a name, and without the white space around them.
+    """Messages as they are compared: roles and contents, those of the assistant without the white space around them.
 
-    Many agents give them the one and take off the other.
+    Many agents take it off, and not all repeat a name.
     """
     return [
-        {"role": each["role"], "content": each["content"].strip()} if each["role"] == "assistant" else each
-        for each in messages
+        {"role": role, "content": content.strip() if role == "assistant" else content}
+        for role, content in ((each["role"], each["content"]) for each in messages)
     ]
 
 
