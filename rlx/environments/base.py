@@ -88,7 +88,12 @@ def nearest_of(name: str) -> str:
 
 
 def check_class(name: str, found: type[Any]) -> None:
-    """Raises ConfigError if a class has neither `reset` and `step` nor a tool."""
+    """Raises ConfigError if a class has neither `reset` and `step` nor a tool, or its number of threads is none."""
+    threads = getattr(found, "threads_per_episode", 0)
+    if not isinstance(threads, int) or threads < 0:
+        given = threads if isinstance(threads, int) else type(threads).__name__
+        meant = f"{found.__name__}.threads_per_episode is a number of the class, 0 or more"
+        raise ConfigError(f"environment.name {name}: {meant}, not {given}")
     if has_steps(found):
         if not callable(getattr(found, "reset", None)):
             raise ConfigError(f"environment.name {name}: {found.__name__} has step but no reset(row, seed)")
@@ -112,7 +117,8 @@ def has_steps(found: type[Any]) -> bool:
 
 def threads_of(found: type[Any]) -> int:
     """Threads that an episode of a class has: the instance's own, and as many as the class says that it starts."""
-    return 1 + int(getattr(found, "threads_per_episode", 0))
+    threads: int = getattr(found, "threads_per_episode", 0)
+    return 1 + threads
 
 
 def tool_methods(found: type[Any]) -> dict[str, Callable[..., Any]]:

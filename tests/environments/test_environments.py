@@ -49,6 +49,16 @@ class NoScore:
         return ""
 
 
+class Threaded(Silent):
+    @property
+    def threads_per_episode(self) -> int:
+        return 2
+
+
+class Owing(Silent):
+    threads_per_episode = -1
+
+
 class Wrapped(NoTools):
     limit = max  # of Python's, and so no method of this class
 
@@ -100,6 +110,8 @@ def test_a_class_of_the_working_folder_is_found(tmp_path: Path, monkeypatch: pyt
         ("test_environments:Silent", "the tool look has no docstring"),
         ("test_environments:NoScore", "has tools but no score"),
         ("test_environments:NoReset", "has step but no reset"),
+        ("test_environments:Threaded", "threads_per_episode is a number of the class, 0 or more, not property"),
+        ("test_environments:Owing", "threads_per_episode is a number of the class, 0 or more, not -1"),
     ],
 )
 def test_a_name_that_is_none_is_refused_in_one_line(name: str, reason: str) -> None:
