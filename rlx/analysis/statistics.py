@@ -13,9 +13,8 @@ Left out: a correction for choosing the best of many means, which makes the best
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from rlx.analysis.loading import Setting, Sweep, Trial, check_metric
-from rlx.analysis.style import settings_label
+from rlx.analysis.style import settings_labels
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.sweep import DEFAULT_METRIC, Mode
 from rlx.tracking.base import RunStatus
@@ -214,12 +213,13 @@ def group_trials(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max",
     num_questions = sweep.num_questions_of(metric)
     finals = [final_value(trial, metric) for trial in sweep.trials if has_ended(trial, metric)]
     step = resolution(np.array(finals))
+    settings = [dict(zip(keys, values, strict=True)) for values in trials_by_setting]
     groups = [
-        _group(dict(zip(keys, values, strict=True)), trials, metric, num_questions, step)
-        for values, trials in trials_by_setting.items()
+        _group(*each, metric, num_questions, step)
+        for each in zip(settings_labels(settings), settings, trials_by_setting.values(), strict=True)
     ]
     ranked = best_first(groups, mode)
-    return _told_apart(ranked if by else sorted(ranked, key=lambda group: (not group.values, group.has_failed)))
+    return ranked if by else sorted(ranked, key=lambda group: (not group.values, group.has_failed))
 
 
 def best_first(groups: Iterable[Group], mode: Mode = "max") -> list[Group]:
@@ -241,17 +241,13 @@ def mean_curve(group: Group, metric: str) -> pd.DataFrame:
     return pd.DataFrame(bounds, values.index, ["mean", "low", "high"], dtype=float)
 
 
-def _told_apart(ranked: Sequence[Group]) -> list[Group]:
-    """The groups; those that are named alike, because their texts were shortened, have their ranks in their names."""
-    counts = Counter(group.label for group in ranked)
-    return [
-        replace(group, label=f"{group.label} (rank {rank})") if counts[group.label] > 1 else group
-        for rank, group in enumerate(ranked, 1)
-    ]
-
-
 def _group(
-    settings: dict[str, Setting], trials: Sequence[Trial], metric: str, num_questions: int | None, step: float
+    label: str,
+    settings: dict[str, Setting],
+    trials: Sequence[Trial],
+    metric: str,
+    num_questions: int | None,
+    step: float,
 ) -> Group:
     ended = tuple(trial for trial in trials if has_ended(trial, metric))
     values_by_setting: dict[tuple[Setting, ...], list[float]] = {}
@@ -260,7 +256,7 @@ def _group(
     values = tuple(float(np.mean(repeated)) for repeated in values_by_setting.values())
     estimate = mean_interval(values, num_questions, step)
     return Group(
-        label=settings_label(settings),
+        label=label,
         settings=settings,
         trials=tuple(trials),
         ended=ended,

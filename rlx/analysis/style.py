@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from numbers import Real
 from typing import Any
 
@@ -30,10 +31,12 @@ def short_names(keys: Iterable[str]) -> list[str]:
     return [name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)]
 
 
-def settings_label(settings: Mapping[str, Any]) -> str:
-    """Settings in one line: actor_lr 0.0001, epochs 2."""
-    parts = zip(short_names(settings), settings.values(), strict=True)
-    return ", ".join(f"{name} {short_text(value)}" for name, value in parts) or "the one setting"
+def settings_labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each of several settings, of the same keys, in one line: actor_lr 0.0001, epochs 2."""
+    keys = list(settings[0]) if settings else []
+    columns = [short_texts([each[key] for each in settings]) for key in keys]
+    named = list(zip(short_names(keys), columns, strict=True))
+    return [", ".join(f"{name} {texts[i]}" for name, texts in named) or "the one setting" for i in range(len(settings))]
 
 
 def progress_text(done: Sequence[int], planned: int | None) -> str:
@@ -47,9 +50,43 @@ def setting_text(value: Any) -> str:
     return as_text(value, 12)
 
 
-def short_text(value: Any, longest: int = 60) -> str:
-    """A setting as names and figures have it: of a long text, such as a system prompt, its beginning and its end."""
-    text, end = setting_text(value), longest // 3
+def short_texts(values: Iterable[Any], longest: int = 60) -> list[str]:
+    """The values of one setting as names and figures have them: of a long text, such as a system prompt, its beginning
+    and its end, or of those that would look alike the part in which they differ."""
+    texts = [setting_text(value) for value in values]
+    short = _told_apart({text: _ends(text, longest) for text in texts}, longest)
+    return [short[text] for text in texts] if len({*short.values()}) == len(short) else texts
+
+
+def _told_apart(short: Mapping[str, str], longest: int) -> dict[str, str]:
+    """Short texts by the whole ones, where those that are alike are replaced."""
+    found = dict(short)
+    for each in set(short.values()):
+        alike = [text for text in short if short[text] == each]
+        if len(alike) > 1:  # fewer each time: the parts begin where the texts differ first
+            found |= _told_apart(_parts(alike, longest), longest)
+    return found
+
+
+def _parts(texts: Sequence[str], longest: int) -> dict[str, str]:
+    """The part in which each text differs from the others, and what stands beside it, as far as there is room."""
+    before = _shared_beginning(texts)
+    rests = [text.removeprefix(before) for text in texts]
+    after = _shared_beginning([rest[::-1] for rest in rests])[::-1]
+    parts = [_ends(rest.removesuffix(after), longest - 2) for rest in rests]
+    room = (longest - 2 - max(map(len, parts))) // 2
+    left = before if len(before) <= room + 1 else f"…{before[len(before) - room :]}"
+    right = after if len(after) <= room + 1 else f"{after[:room]}…"
+    return {text: f"{left}{part}{right}" for text, part in zip(texts, parts, strict=True)}
+
+
+def _shared_beginning(texts: Sequence[str]) -> str:
+    return "".join(at[0] for at in takewhile(lambda at: len(set(at)) == 1, zip(*texts, strict=False)))
+
+
+def _ends(text: str, longest: int) -> str:
+    """The beginning and the end of a text that is longer than this."""
+    end = longest // 3
     return text if len(text) <= longest else f"{text[: longest - end - 1]}…{text[-end:]}"
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from rlx.analysis.loading import Sweep
 from rlx.analysis.statistics import Group, best_value, final_value, rank_trials
-from rlx.analysis.style import as_text, progress_text, setting_text, short_names, short_text
+from rlx.analysis.style import as_text, progress_text, setting_text, short_names, short_texts
 from rlx.config.sweep import DEFAULT_METRIC, Mode
 from rlx.tracking.base import RunStatus
 from rlx.tracking.console import plain_console, table_text
@@ -75,11 +74,12 @@ def with_settings(table: pd.DataFrame, columns: Iterable[str]) -> pd.DataFrame:
     return table
 
 
-def cell_texts(table: pd.DataFrame, of_setting: Callable[[Any], str] = setting_text) -> list[list[str]]:
-    """The texts of a table by rows: settings in full, or as `of_setting` gives them, other numbers rounded."""
+def cell_texts(table: pd.DataFrame, are_settings_short: bool = False) -> list[list[str]]:
+    """The texts of a table by rows: settings in full or shortened, other numbers rounded."""
     settings = table.attrs.get(_SETTINGS, [])
-    texts = [of_setting if column in settings else as_text for column in table]
-    return [[text(value) for text, value in zip(texts, row, strict=True)] for row in table.itertuples(index=False)]
+    of_setting = short_texts if are_settings_short else lambda values: map(setting_text, values)
+    columns = [of_setting(table[column]) if column in settings else map(as_text, table[column]) for column in table]
+    return [[*row] for row in zip(*columns, strict=True)]
 
 
 def format_table(table: pd.DataFrame, width: int | None = None) -> str:
@@ -105,7 +105,7 @@ def _rich_table(table: pd.DataFrame) -> Table:
     for column in table:
         is_number = pd.api.types.is_numeric_dtype(table[column])
         drawn.add_column(str(column), justify="right" if is_number else "left", no_wrap=is_number)
-    for row in cell_texts(table, short_text):
+    for row in cell_texts(table, are_settings_short=True):
         drawn.add_row(*row)
     return drawn
 

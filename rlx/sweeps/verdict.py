@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from rlx.analysis.style import as_text, settings_label
+from rlx.analysis.style import as_text, settings_labels
 from rlx.sweeps.plans import schedule_of
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialState, number_of, place_of, trial_name, trial_number
 from rlx.sweeps.schedulers.race import Race, Standing
@@ -27,7 +27,7 @@ def race_lines(plan: SweepPlan, records: Mapping[str, TrialRecord]) -> list[str]
         return []
     race = Race(schedule_of(plan, {}, records))
     names = [trial_name(number_of(setting, 0, plan.trials, plan.seeds)) for setting in range(plan.trials)]
-    labels = [settings_label({k: v for k, v in records[name].settings.items() if k != "seed"}) for name in names]
+    labels = settings_labels([{k: v for k, v in records[name].settings.items() if k != "seed"} for name in names])
     out = sorted((each for each in race.standings.items() if each[1].is_out), key=_last_first)
     lost = [i for i in range(plan.trials) if i not in race.live and i not in dict(out)]
     behind = [_behind(labels, setting, standing) for setting, standing in out]

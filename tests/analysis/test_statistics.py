@@ -16,7 +16,7 @@ from rlx.analysis import static_figure, statistics, style, tables
 from rlx.analysis.comparison.evidence import Evidence
 from rlx.analysis.comparison.wording import sweep_verdict
 from rlx.analysis.loading import Setting
-from rlx.analysis.page import layout
+from rlx.analysis.page import layout, trial_figures
 from rlx.analysis.sentences import difference_sentence, summary_sentence
 from rlx.analysis.statistics import difference, group_trials, mean_interval
 from rlx.config.errors import ConfigError
@@ -400,20 +400,16 @@ def test_numbers_as_text(value: float | None, text: str) -> None:
     ],
 )
 def test_settings_are_given_in_full(value: Any, text: str) -> None:
-    assert style.settings_label({"train.ema_decay": value}) == f"ema_decay {text}"
+    assert style.settings_labels([{"train.ema_decay": value}]) == [f"ema_decay {text}"]
 
 
-def test_long_texts_are_shortened_in_names_and_remain_told_apart() -> None:
-    """The first two differ in the middle alone."""
+def test_long_texts_are_shortened_in_names_figures_and_tables() -> None:
     prompts = [f"Add $a and {middle * 300} then stop." for middle in ("x", "y")] + ["Add."]
     groups = group_trials(
         sweep(*(trial(i, {"data.system_prompt": each}, {9: 0.5 - i / 9}) for i, each in enumerate(prompts)))
     )
     short = [f"system_prompt Add $a and {middle * 28}…{middle * 9} then stop." for middle in ("x", "y")]
     assert [group.label for group in groups] == [*short, "system_prompt Add."]
-    middles = [trial(i, {"data.system_prompt": "a" * 50 + each + "b" * 50}, {9: 0.5}) for i, each in enumerate("xy")]
-    alike = [group.label for group in group_trials(sweep(*middles))]
-    assert [label[-8:] for label in alike] == ["(rank 1)", "(rank 2)"] and max(map(len, alike)) < 90
     table = tables.group_table(groups)
     assert max(map(len, tables.format_table(table).splitlines())) < 160  # of the terminal
     assert tables.cell_texts(table)[0][1] == prompts[0]  # of the page
@@ -422,6 +418,45 @@ def test_long_texts_are_shortened_in_names_and_remain_told_apart() -> None:
     labels = static_figure.draw(groups, "title").axes[1].get_yticklabels()
     assert max(len(line) for label in labels for line in label.get_text().splitlines()) <= 50
     static_figure.draw(groups, "title").savefig(io.BytesIO())  # $ begins no formula
+
+
+@pytest.mark.parametrize(
+    ("texts", "short"),
+    [
+        (
+            [f"Qwen/Qwen2.5-Math-{size}-Instruct" for size in ("1.5B", "7B")],
+            ["…2.5-Math-1.5B-Instruct", "…2.5-Math-7B-Instruct"],
+        ),
+        (
+            [f"{'a' * 50}{each}{'b' * 50}" for each in ("x", "")],
+            [f"…{'a' * 10}x{'b' * 10}…", f"…{'a' * 10}{'b' * 10}…"],
+        ),
+        ([f"{'a' * 50}{x * 40}{'b' * 50}" for x in "xy"], [f"…{x * 14}…{x * 7}…" for x in "xy"]),
+        (["a" * 50, "b"], [f"{'a' * 15}…{'a' * 8}", "b"]),
+    ],
+)
+def test_long_texts_that_begin_and_end_alike_are_shortened_to_where_they_differ(
+    texts: list[str], short: list[str]
+) -> None:
+    assert style.short_texts(texts, 24) == short
+    assert layout.setting_axis(texts)["ticktext"] == style.short_texts(sorted(texts), 24)
+
+
+def test_long_texts_of_a_setting_differ_wherever_their_settings_are_named() -> None:
+    """Each differs from the first at a place of its own, as edits of a prompt do."""
+    prompt = "".join(f"{number:04d}" for number in range(200))
+    prompts = [prompt, *(f"{prompt[:at]}x{prompt[at:]}" for at in range(100, 700, 100))]
+    several = sweep(*(trial(i, {"data.system_prompt": each}, {9: 0.5}) for i, each in enumerate(prompts)))
+    groups = group_trials(several)
+    lines = tables.format_table(tables.group_table(groups)[["system_prompt", "mean"]]).splitlines()[2:]
+    for texts in (
+        [group.label for group in groups],
+        lines,
+        [*trial_figures.described(several.trials).values()],
+        layout.setting_axis(prompts)["ticktext"],
+        layout.dimension("system_prompt", prompts)["ticktext"],
+    ):
+        assert len(set(texts)) == len(prompts) and max(map(len, texts)) < 110
 
 
 def test_settings_that_nearly_agree_differ_in_tables_and_metrics_are_rounded() -> None:

@@ -105,8 +105,8 @@ def lineage(trials: Sequence[Trial], metric: str) -> go.Figure:
             if arrow := _arrow(origin, rows, rows[name]):
                 figure.add_annotation(arrow)
     points = [
-        (step, rows[trial.name], value, f"{described(trial)}\nstep {step}: {value:.4g}")
-        for trial in trials
+        (step, rows[trial.name], value, f"{text}\nstep {step}: {value:.4g}")
+        for trial, text in described(trials).items()
         for step, value in trial.curve(metric).items()
     ]
     steps, places, values, texts = zip(*points, strict=True) if points else ((), (), (), ())

@@ -82,13 +82,13 @@ def draw_first(settings: Sequence[Group], explorer: Explorer) -> go.Figure:
     first, trials = explorer.metrics[0], shown_trials(settings)
     names, shades = ranked_labels(settings), colors(len(settings))
     places = {trial.name: place for place, group in enumerate(settings) for trial in group.trials}
-    figure, named = go.Figure(), set[int]()
+    figure, texts, named = go.Figure(), described(trials), set[int]()
     for trial, curve in zip(trials, first.curves, strict=True):
         place = places[trial.name]
         is_first = place not in named and place < NUM_NAMED
         look = {"line": {"color": shades[place], "width": 1.6}, "name": names[place], "legendgroup": names[place]}
         points = (explorer.steps[curve.steps], curve.values) if curve else ((), ())
-        hover = {"hovertext": described(trial), "hoverinfo": "text+x+y"}
+        hover = {"hovertext": texts[trial], "hoverinfo": "text+x+y"}
         figure.add_scatter(x=points[0], y=points[1], mode="lines", **look, **hover, showlegend=is_first)
         named.add(place)
     marks = whole_numbers(step for steps in explorer.steps for step in steps)

@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from rlx.analysis.importance import numbers, on_log_scale
 from rlx.analysis.loading import Setting
 from rlx.analysis.statistics import Group
-from rlx.analysis.style import as_text, setting_text, short_text
+from rlx.analysis.style import as_text, setting_text, short_texts
 
 _MAX_MARKS = 6  # an axis shows every value of a setting that has at most this number of values
 _OVERLAP = 0.06  # marks that are closer than this share of the axis would overlap
@@ -66,9 +66,14 @@ def dimension(name: str, values: Sequence[Setting]) -> dict[str, Any]:
     as_numbers, marks = numbers(values), axis_marks(values)
     if as_numbers is None:
         positions = [float(marks.index(setting_text(value))) for value in values]
-        return {"label": name, "values": positions, "tickvals": list(range(len(marks))), "ticktext": _written(marks)}
+        return {
+            "label": name,
+            "values": positions,
+            "tickvals": list(range(len(marks))),
+            "ticktext": short_texts(marks, _LONGEST_MARK),
+        }
     if _scale(values) == "linear":
-        written = {"tickvals": marks, "ticktext": _written(marks)} if marks else _CHOSEN_MARKS
+        written = {"tickvals": marks, "ticktext": short_texts(marks, _LONGEST_MARK)} if marks else _CHOSEN_MARKS
         return {"label": name, "values": as_numbers, **written}
     logarithms = [math.log10(value) for value in as_numbers]
     low, high = min(logarithms), max(logarithms)
@@ -83,15 +88,10 @@ def setting_axis(values: Sequence[Setting]) -> dict[str, Any]:
     scale, marks = _scale(values), axis_marks(values)
     if scale == "category":
         order = {"categoryorder": "array", "categoryarray": marks}
-        return {"type": scale, **order, "tickvals": marks, "ticktext": _written(marks)}
+        return {"type": scale, **order, "tickvals": marks, "ticktext": short_texts(marks, _LONGEST_MARK)}
     if not marks:
         return {"type": scale, **_CHOSEN_MARKS}
-    return {"type": scale, "tickvals": marks, "ticktext": _written(marks)}
-
-
-def _written(marks: Sequence[Any]) -> list[str]:
-    """The marks of a setting's axis as texts."""
-    return [short_text(mark, _LONGEST_MARK) for mark in marks]
+    return {"type": scale, "tickvals": marks, "ticktext": short_texts(marks, _LONGEST_MARK)}
 
 
 def _scale(values: Sequence[Setting]) -> str:

@@ -213,7 +213,8 @@ def _samples(settings: Sequence[Group], uri: str) -> list[PageSection]:
     table = side_by_side(loading.samples(uri, best), loading.samples(uri, worst))
     if table.empty:
         return [PageSection(title, "Not given: MLflow has no prompt that both answered.")]
-    note = f"Greedy answers at the last evaluation. Best: {described(best)}. Worst: {described(worst)}."
+    texts = described([best, worst])
+    note = f"Greedy answers at the last evaluation. Best: {texts[best]}. Worst: {texts[worst]}."
     return [PageSection(title, note, table=table)]
 
 

@@ -15,7 +15,7 @@ from rlx.analysis.loading import Sweep, Trial
 from rlx.analysis.page.layout import styled, whole_numbers
 from rlx.analysis.progress import Finish, Rung
 from rlx.analysis.ranges import axis_range
-from rlx.analysis.style import settings_label
+from rlx.analysis.style import settings_labels
 from rlx.config.sweep import RungUnit
 
 _BLUE, _GREY, _RED = "#1f4e79", "#9db4cf", "#b5483a"
@@ -31,7 +31,8 @@ def best_values(finishes: Sequence[Finish], metric: str) -> go.Figure:
     numbers, values = list(range(1, len(finishes) + 1)), [finish.value for finish in finishes]
     is_stopped = [finish.trial.was_stopped for finish in finishes]
     marker = {"size": 8, "color": _GREY, "symbol": ["x" if stopped else "circle" for stopped in is_stopped]}
-    hover: dict[str, Any] = {"hovertext": [described(finish.trial) for finish in finishes], "hoverinfo": "text+y"}
+    texts = described([finish.trial for finish in finishes])
+    hover: dict[str, Any] = {"hovertext": [*texts.values()], "hoverinfo": "text+y"}
     name = "one trial (a cross: stopped early)" if any(is_stopped) else "one trial"
     best = {"line": {"shape": "hv", "color": _BLUE, "width": 2.5}, "hoverinfo": "y", "name": "best so far"}
     figure = go.Figure()
@@ -47,13 +48,13 @@ def stops(sweep: Sweep, rungs: Sequence[Rung], metric: str) -> go.Figure:
     figure, points = go.Figure(), list[float]()
     for rung in rungs:
         figure.add_vline(rung.at, line={"color": "#8a97a6", "width": 1, "dash": "dot"})
-    named = set[str]()
+    texts, named = described(sweep.trials), set[str]()
     for trial in sorted(sweep.trials, key=lambda trial: not trial.was_stopped):  # the others are drawn on top
         curve = curve_by_amount(sweep, trial, metric)
         name = "stopped" if trial.was_stopped else "not stopped"
         look = _look(trial.was_stopped, len(curve))
         common = {"name": name, "legendgroup": name, "showlegend": name not in named, "hoverinfo": "text+y"}
-        figure.add_scatter(x=list(curve.index), y=curve.tolist(), hovertext=described(trial), **look, **common)
+        figure.add_scatter(x=list(curve.index), y=curve.tolist(), hovertext=texts[trial], **look, **common)
         points, named = [*points, *curve], {*named, name}
     marks = whole_numbers([0, *(trial.last_step for trial in sweep.trials)]) if sweep.rung_by == "steps" else {}
     figure.update_xaxes(title=_AXES[sweep.rung_by], **marks)
@@ -61,9 +62,10 @@ def stops(sweep: Sweep, rungs: Sequence[Rung], metric: str) -> go.Figure:
     return styled(figure, 320, legend_lines=1)
 
 
-def described(trial: Trial) -> str:
-    """The name of a trial with its settings."""
-    return f"{trial.name} ({settings_label(trial.settings)})"
+def described(trials: Sequence[Trial]) -> dict[Trial, str]:
+    """The names of trials with their settings."""
+    labels = settings_labels([trial.settings for trial in trials])
+    return {trial: f"{trial.name} ({label})" for trial, label in zip(trials, labels, strict=True)}
 
 
 def _look(is_stopped: bool, num_points: int) -> dict[str, Any]:
