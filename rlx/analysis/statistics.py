@@ -178,13 +178,13 @@ def best_value(trial: Trial, metric: str, mode: Mode) -> float:
 
 
 def rank_trials(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max") -> list[Trial]:
-    """The trials by their final value, best first, then by their best value; then trials without the metric, and last
-    those that failed."""
+    """The trials by their final value, best first, then by their best value; then trials without the metric, those that
+    were cut, and last those that failed."""
     sign = -1.0 if mode == "max" else 1.0
 
-    def sort_key(trial: Trial) -> tuple[bool, bool, float, float]:
+    def sort_key(trial: Trial) -> tuple[bool, bool, bool, float, float]:
         final, has_failed = final_value(trial, metric), trial.status == RunStatus.FAILED
-        return has_failed, math.isnan(final), sign * final, sign * best_value(trial, metric, mode)
+        return has_failed, trial.was_cut, math.isnan(final), sign * final, sign * best_value(trial, metric, mode)
 
     return sorted(sweep.trials, key=sort_key)
 

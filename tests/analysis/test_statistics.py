@@ -127,6 +127,7 @@ def test_trials_that_were_cut_are_not_compared_and_those_that_were_stopped_are()
         "stopped at 2",
         "2 killed at 2 to 4 of 10 steps",
     ]
+    assert [name[-1] for name in tables.trial_table(cut)["trial"]] == ["3", "2", "4", "0", "1"]
     said = "Not compared, because trials were interrupted or wait: actor_lr 1, advantage gae (2 to 4 of 10 steps)."
     assert sweep_verdict(groups, Evidence([]), DEFAULT_METRIC).endswith(said)
     none = sweep_verdict(groups[2:], Evidence([]), DEFAULT_METRIC)

@@ -249,7 +249,8 @@ def every_trial(sweep: Sweep, uri: str, metric: str, mode: Mode) -> PageSection:
     """A row per trial, whose name leads to its run in MLflow."""
     address, links = mlflow_page.server(without_password(uri)), _run_pages(sweep, uri)
     table = without_empty_columns(tables.trial_table(sweep, metric, mode))
-    note = f"Best last value first. A name leads to the run of the trial in MLflow, at {address}"
+    order = "Best last value first; interrupted and failed trials are last."
+    note = f"{order} A name leads to the run of the trial in MLflow, at {address}"
     if mlflow_page.has_server(uri):
         return PageSection("Every trial", f"{note}.", table=table, links=links)
     note += " while the command below the table runs; at another address, the path follows that one."
