@@ -171,6 +171,25 @@ def test_a_setting_of_which_a_trial_failed_is_behind_those_of_which_none_did() -
     assert [group.values for group in by_rate] == [(0.9,), (0.62, 0.6)]
 
 
+def test_a_setting_is_not_compared_for_one_reason_even_without_a_value() -> None:
+    lost = sweep(
+        trial(0, setting(1, 0), {9: 0.9}, status="FAILED"),
+        trial(1, setting(1, 1), {2: 0.1}, status="KILLED"),
+        trial(2, setting(2, 0), {9: 0.6}, status="FAILED"),
+        trial(3, setting(2, 1), {9: math.inf}),
+        trial(4, setting(3, 0), {9: math.inf}),
+        trial(5, setting(3, 1), {3: 0.6}, status="KILLED"),
+        trial(6, setting(4, 0), {9: 0.6}),
+        trial(7, setting(4, 1), {9: 0.6}, status="RUNNING"),
+        trial(8, setting(5, 0), {9: 0.6}, status="RUNNING"),
+    )
+    found = sweep_verdict(group_trials(lost), Evidence([]), DEFAULT_METRIC).split(" Not compared, because ")[1:]
+    assert found == [
+        "a trial failed: actor_lr 2, advantage gae; actor_lr 1, advantage gae.",
+        "the last value of a trial is not finite: actor_lr 3, advantage gae.",
+    ]
+
+
 def test_trials_that_differ_in_nothing_are_one_value() -> None:
     (twice,) = group_trials(sweep(trial(0, {LR: 1.0}, {9: 0.4}), trial(1, {LR: 1.0}, {9: 0.6})))
     assert twice.values == (0.5,)

@@ -11,8 +11,14 @@ from rlx.analysis.comparison.power import Option
 from rlx.analysis.sentences import summary_sentence
 from rlx.analysis.statistics import Group
 from rlx.analysis.style import as_text, progress_text
+from rlx.tracking.base import RunStatus
 
 _MOST_NAMED = 3  # settings
+_REASONS = _FAILED, _DIVERGED, _CUT = (  # not to compare a setting
+    "a trial failed",
+    "the last value of a trial is not finite",
+    "trials were interrupted or wait",
+)
 
 
 def sweep_verdict(groups: Sequence[Group], evidence: Evidence, metric: str) -> str:
@@ -24,7 +30,7 @@ def sweep_verdict(groups: Sequence[Group], evidence: Evidence, metric: str) -> s
     nearest = evidence.nearest
     is_known = nearest and nearest.is_by_question and not math.isnan(nearest.gap.half_width)
     first = _first_two(evidence, nearest, metric) if nearest and is_known else summary_sentence(groups, metric)
-    return " ".join([first, *_luck(evidence), *_failed(groups), *_cut(groups)])
+    return " ".join([first, *_luck(evidence), *_left_out(groups)])
 
 
 def gap_sentence(pair: PairedGap) -> str:
@@ -117,29 +123,32 @@ def _one_run(pair: PairedGap) -> str:
     return " With one seed that speaks of these two runs, not of their settings; use --seeds 3." * (pair.seeds == 1)
 
 
-def _failed(groups: Sequence[Group]) -> list[str]:
-    """Which settings are not compared, although seeds of theirs have ended."""
-    failed = [group.label for group in groups if group.values and group.has_failed and not group.diverged]
-    diverged = [group.label for group in groups if group.diverged]
-    reasons = {"a trial failed": failed, "the last value of a trial is not finite": diverged}
-    return [f"Not compared, because {reason}: {_named(names)}." for reason, names in reasons.items() if names]
+def _left_out(groups: Sequence[Group]) -> list[str]:
+    """Which settings are not compared, and why: for each the first of the reasons."""
+    reasons = {group: _reason(group) for group in groups if not group.is_compared}
+    found = {reason: [group for group in reasons if reasons[group] == reason] for reason in _REASONS}
+    return [f"Not compared, because {reason}: {_named(found[reason], reason)}." for reason in _REASONS if found[reason]]
 
 
-def _named(labels: Sequence[str]) -> str:
-    return "; ".join(labels) if len(labels) <= _MOST_NAMED else f"{len(labels)} settings"
+def _reason(group: Group) -> str:
+    """Why a setting is not compared; empty if it has only to go on."""
+    if any(trial.status == RunStatus.FAILED for trial in group.trials):
+        return _FAILED
+    if group.diverged:
+        return _DIVERGED
+    return _CUT if any(trial.was_cut for trial in group.trials) else ""
 
 
-def _cut(groups: Sequence[Group]) -> list[str]:
-    """Which settings are not compared, because their trials have not come to their end, and how far these are."""
-    cut = {group: [trial for trial in group.trials if trial.was_cut] for group in groups if not group.values}
-    steps = {group: [trial.last_step for trial in trials] for group, trials in cut.items() if trials}
-    if not steps:
-        return []
-    planned = next(trials[0].planned_steps for trials in cut.values() if trials)
-    named = "; ".join(f"{group.label} ({progress_text(done, planned)})" for group, done in steps.items())
-    many = f"{len(steps)} settings ({progress_text([step for done in steps.values() for step in done], planned)})"
-    which = named if len(steps) <= _MOST_NAMED else many
-    return [f"Not compared, because trials were interrupted or wait: {which}."]
+def _named(groups: Sequence[Group], reason: str) -> str:
+    """Settings by their names, or only how many there are; with how far they are if this is the reason."""
+    if len(groups) > _MOST_NAMED:
+        return f"{len(groups)} settings{_progress(groups) if reason == _CUT else ''}"
+    return "; ".join(f"{group.label}{_progress([group]) if reason == _CUT else ''}" for group in groups)
+
+
+def _progress(groups: Sequence[Group]) -> str:
+    cut = [trial for group in groups for trial in group.trials if trial.was_cut]
+    return f" ({progress_text([trial.last_step for trial in cut], cut[0].planned_steps)})"
 
 
 def _luck(evidence: Evidence) -> list[str]:
