@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import pandas as pd
 
-from rlx.analysis.comparison.rungs import curve_by_amount, rung_of_stop, rung_text, rungs_passed, value_at
+from rlx.analysis.comparison.rungs import by_amount, curve_by_amount, rung_of_stop, rung_text, rungs_passed, value_at
 from rlx.analysis.loading import Sweep, Trial
 from rlx.analysis.statistics import final_value, has_ended, rank_trials
 from rlx.analysis.style import short_names
@@ -33,7 +33,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Rung:
-    """Where trials were judged: how many had a value there, and how many of them were stopped."""
+    """Where trials were judged: how many had a value there, finite or not, and how many of them were stopped."""
 
     at: int  # steps, tokens or GPU-seconds
     reached: int
@@ -53,10 +53,8 @@ def find_rungs(sweep: Sweep, metric: str) -> list[Rung]:
     """The rungs of a sweep that a trial with the metric has reached, first rung first."""
     if sweep.rung_by != "steps":
         return _rungs_by_amount(sweep, metric)
-    steps = [set(trial.curve(metric).index) for trial in sweep.trials]
-    stops = [
-        rung for trial in sweep.trials if has_ended(trial, metric) and (rung := rung_of_stop(sweep, trial, metric))
-    ]
+    steps = [set(trial.logged(metric).index) for trial in sweep.trials]
+    stops = [rung for trial in sweep.trials if (rung := rung_of_stop(sweep, trial, metric))]
     found = (
         Rung(step, sum(step in each for each in steps), stops.count(step)) for step in sorted({*stops, *sweep.rungs})
     )
@@ -64,7 +62,7 @@ def find_rungs(sweep: Sweep, metric: str) -> list[Rung]:
 
 
 def _rungs_by_amount(sweep: Sweep, metric: str) -> list[Rung]:
-    passed = {trial: rungs_passed(curve_by_amount(sweep, trial, metric)) for trial in sweep.trials}
+    passed = {trial: rungs_passed(by_amount(sweep, trial, trial.logged(metric))) for trial in sweep.trials}
     stops = [max(passed[trial]) for trial in sweep.trials if trial.was_stopped and passed[trial]]
     rungs = sorted(set[int]().union(*passed.values()))
     return [Rung(rung, sum(rung in each for each in passed.values()), stops.count(rung)) for rung in rungs]

@@ -53,6 +53,16 @@ def test_a_seed_that_was_further_when_its_setting_was_stopped_counts_where_it_wa
     assert find_rungs(judged, DEFAULT_METRIC) == [Rung(2, 6, 1), Rung(4, 5, 1), Rung(8, 4, 0)]
 
 
+def test_a_trial_that_was_stopped_with_no_finite_value_counts_where_it_was_stopped() -> None:
+    first = trial(0, {LR: 1.0}, {0: 0.1, 2: 0.4, 4: 0.5, 10: 0.6})
+    second = trial(1, {LR: 2.0}, {0: 0.1, 2: 0.2, 4: math.inf}, stopped_at=4)
+    third = trial(2, {LR: 3.0}, {0: 0.1, 2: math.inf}, stopped_at=2)
+    diverged = sweep(first, second, third)
+    assert find_rungs(diverged, DEFAULT_METRIC) == [Rung(2, 3, 1), Rung(4, 2, 1)]
+    by_tokens = replace(diverged, rung_by="tokens")
+    assert find_rungs(by_tokens, DEFAULT_METRIC) == [Rung(128, 3, 1), Rung(256, 2, 1), Rung(512, 1, 0)]
+
+
 def test_rungs_in_tokens_are_those_that_were_passed_last_at_an_evaluation() -> None:
     """100 tokens a step, so evaluations come after 200, 400 and 800, past the rungs 128, 256 and 512."""
     by_tokens = replace(HALVED, rung_by="tokens")

@@ -56,7 +56,7 @@ def rung_of_stop(sweep: Sweep, trial: Trial, metric: str) -> int | None:
 
     A setting stops with all its seeds, and those that are further by then end at whatever step they are at.
     """
-    steps = [int(step) for step in trial.curve(metric).index if step > 0 and trial.was_stopped]
+    steps = [int(step) for step in trial.logged(metric).index if step > 0 and trial.was_stopped]
     return max([step for step in steps if step in sweep.rungs] or steps, default=None)
 
 
@@ -118,7 +118,11 @@ def rungs_passed(curve: pd.Series[float]) -> set[int]:
 
 def curve_by_amount(sweep: Sweep, trial: Trial, metric: str) -> pd.Series[float]:
     """A metric of a trial by what it had taken by then: steps, tokens or GPU-seconds, as the sweep's rungs are."""
-    curve = trial.curve(metric)
+    return by_amount(sweep, trial, trial.curve(metric))
+
+
+def by_amount(sweep: Sweep, trial: Trial, curve: pd.Series[float]) -> pd.Series[float]:
+    """Values of a trial by step as values by what it had taken by then, see `curve_by_amount`."""
     if sweep.rung_by == "steps":
         return curve
     taken = trial.history[PROGRESS[sweep.rung_by]].ffill().fillna(0.0)  # nothing before the first step
