@@ -131,6 +131,16 @@ def test_slices_have_a_panel_per_varied_setting() -> None:
     )
 
 
+def test_slices_leave_the_marks_of_texts_to_plotly_which_leaves_out_those_that_overlap() -> None:
+    paths = [f"/data/prompts/{i:02d}/questions_of_training.jsonl" for i in range(40)]
+    figure = figures.slices(
+        group_trials(sweep(*(trial(i, {"a": p}, {9: 0.1}) for i, p in enumerate(paths)))), DEFAULT_METRIC
+    )
+    axis = figure.layout.xaxis
+    assert axis.tickvals is None and list(axis.categoryarray) == list(figure.data[0].x)
+    assert axis.categoryarray[1] == "…/prompts/01/questions…"
+
+
 def test_four_slices_are_two_by_two() -> None:
     keys = ("a", "b", "c", "d")
     groups = group_trials(sweep(*(trial(i, {key: float(i) for key in keys}, {9: 0.1 * i}) for i in range(3))))

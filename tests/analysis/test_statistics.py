@@ -433,8 +433,8 @@ def test_long_texts_are_shortened_in_names_figures_and_tables() -> None:
     table = tables.group_table(groups)
     assert max(map(len, tables.format_table(table).splitlines())) < 160  # of the terminal
     assert tables.cell_texts(table)[0][1] == prompts[0]  # of the page
-    for axis in (layout.setting_axis(prompts), layout.dimension("system_prompt", prompts)):
-        assert max(map(len, axis["ticktext"])) == 24
+    assert max(map(len, layout.setting_axis(prompts)["categoryarray"])) == 24
+    assert max(map(len, layout.dimension("system_prompt", prompts)["ticktext"])) == 24
     labels = static_figure.draw(groups, "title").axes[1].get_yticklabels()
     assert max(len(line) for label in labels for line in label.get_text().splitlines()) <= 50
     static_figure.draw(groups, "title").savefig(io.BytesIO())  # $ begins no formula
@@ -459,7 +459,7 @@ def test_long_texts_that_begin_and_end_alike_are_shortened_to_where_they_differ(
     texts: list[str], short: list[str]
 ) -> None:
     assert style.short_texts(texts, 24) == short
-    assert layout.setting_axis(texts)["ticktext"] == style.short_texts(sorted(texts), 24)
+    assert layout.setting_axis(texts)["categoryarray"] == style.short_texts(sorted(texts), 24)
 
 
 def test_long_texts_of_a_setting_differ_wherever_their_settings_are_named() -> None:
@@ -473,7 +473,7 @@ def test_long_texts_of_a_setting_differ_wherever_their_settings_are_named() -> N
         [group.label for group in groups],
         lines,
         [*trial_figures.described(several.trials).values()],
-        layout.setting_axis(prompts)["ticktext"],
+        layout.setting_axis(prompts)["categoryarray"],
         layout.dimension("system_prompt", prompts)["ticktext"],
     ):
         assert len(set(texts)) == len(prompts) and max(map(len, texts)) < 110

@@ -21,11 +21,19 @@ from plotly.subplots import make_subplots
 
 from rlx.analysis.comparison.pareto import front, mean_length
 from rlx.analysis.importance import numbers, varied_settings
-from rlx.analysis.page.layout import count_legend_lines, dimension, ranked_labels, setting_axis, styled, whole_numbers
+from rlx.analysis.page.layout import (
+    categories,
+    count_legend_lines,
+    dimension,
+    ranked_labels,
+    setting_axis,
+    styled,
+    whole_numbers,
+)
 from rlx.analysis.ranges import axis_of_curves, axis_of_values, natural_range, reach
 from rlx.analysis.sentences import mean_text
 from rlx.analysis.statistics import Group, mean_curve
-from rlx.analysis.style import NUM_BANDS, NUM_NAMED, colors, setting_text, short_names
+from rlx.analysis.style import NUM_BANDS, NUM_NAMED, colors, short_names
 from rlx.analysis.tables import mean_seconds, mean_tokens
 from rlx.config.sweep import Mode
 
@@ -102,7 +110,7 @@ def slices(groups: Sequence[Group], metric: str) -> go.Figure:
     for i, (key, name) in enumerate(zip(keys, short_names(keys), strict=True)):
         values = [group.settings[key] for group in groups]
         panel = {"row": i // columns + 1, "col": i % columns + 1}
-        figure.add_trace(_means(groups, numbers(values) or [setting_text(value) for value in values], metric), **panel)
+        figure.add_trace(_means(groups, numbers(values) or categories(values), metric), **panel)
         figure.update_xaxes(title=name, **setting_axis(values), **panel)
     figure.update_yaxes(range=axis_of_values(groups, metric))
     figure.update_yaxes(title=metric, col=1)

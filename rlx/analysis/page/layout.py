@@ -66,12 +66,7 @@ def dimension(name: str, values: Sequence[Setting]) -> dict[str, Any]:
     as_numbers, marks = numbers(values), axis_marks(values)
     if as_numbers is None:
         positions = [float(marks.index(setting_text(value))) for value in values]
-        return {
-            "label": name,
-            "values": positions,
-            "tickvals": list(range(len(marks))),
-            "ticktext": short_texts(marks, _LONGEST_MARK),
-        }
+        return {"label": name, "values": positions, "tickvals": list(range(len(marks))), "ticktext": categories(marks)}
     if _scale(values) == "linear":
         written = {"tickvals": marks, "ticktext": short_texts(marks, _LONGEST_MARK)} if marks else _CHOSEN_MARKS
         return {"label": name, "values": as_numbers, **written}
@@ -87,11 +82,15 @@ def setting_axis(values: Sequence[Setting]) -> dict[str, Any]:
     """The scale and the marks of an axis with the values of a setting."""
     scale, marks = _scale(values), axis_marks(values)
     if scale == "category":
-        order = {"categoryorder": "array", "categoryarray": marks}
-        return {"type": scale, **order, "tickvals": marks, "ticktext": short_texts(marks, _LONGEST_MARK)}
+        return {"type": scale, "categoryorder": "array", "categoryarray": categories(marks)}  # plotly thins them
     if not marks:
         return {"type": scale, **_CHOSEN_MARKS}
     return {"type": scale, "tickvals": marks, "ticktext": short_texts(marks, _LONGEST_MARK)}
+
+
+def categories(values: Sequence[Setting]) -> list[str]:
+    """The values of a setting that are no numbers, as `setting_axis` has them."""
+    return short_texts(values, _LONGEST_MARK)
 
 
 def _scale(values: Sequence[Setting]) -> str:
