@@ -19,7 +19,7 @@ def summary_sentence(groups: Sequence[Group], metric: str = DEFAULT_METRIC) -> s
     compared = [group for group in groups if group.is_compared]
     if not compared:
         what = "setting without a failed trial" if any(group.values for group in groups) else "trial"
-        return f"No {what} has ended with {metric} yet."
+        return f"No {what} has ended with a finite {metric}."
     best, *others = compared
     if not others:
         return f"{best.label} ends with {metric} {mean_text(best)}; there is no other setting to compare it with."

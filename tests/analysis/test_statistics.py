@@ -131,7 +131,7 @@ def test_trials_that_were_cut_are_not_compared_and_those_that_were_stopped_are()
     said = "Not compared, because trials were interrupted or wait: actor_lr 1, advantage gae (2 to 4 of 10 steps)."
     assert sweep_verdict(groups, Evidence([]), DEFAULT_METRIC).endswith(said)
     none = sweep_verdict(groups[2:], Evidence([]), DEFAULT_METRIC)
-    assert none == f"No trial has ended with {DEFAULT_METRIC} yet. {said}"
+    assert none == f"No trial has ended with a finite {DEFAULT_METRIC}. {said}"
     many = group_trials(sweep(*(trial(i, {LR: i}, {i: 0.5}, status="KILLED") for i in range(1, 6))))
     assert sweep_verdict(many, Evidence([]), DEFAULT_METRIC).endswith("wait: 5 settings (1 to 5 of 10 steps).")
 
@@ -150,6 +150,7 @@ def test_a_setting_of_which_a_trial_diverged_is_not_compared_by_an_older_value(l
     assert [group.is_compared for group in groups] == [True, False, False]
     notes = ["stopped at 5", "1 of 2 ended with no finite value", "1 of 1 ended with no finite value"]
     assert tables.group_table(groups)["notes"].tolist() == notes
+    assert summary_sentence(groups[2:]) == f"No trial has ended with a finite {DEFAULT_METRIC}."
     said = "because the last value of a trial is not finite: actor_lr 1, advantage gae; actor_lr 3, advantage gae."
     assert sweep_verdict(groups, Evidence([]), DEFAULT_METRIC).endswith(said)
 
@@ -166,7 +167,9 @@ def test_a_setting_of_which_a_trial_failed_is_behind_those_of_which_none_did() -
     assert [group.is_compared for group in groups] == [True, False]
     assert tables.group_table(groups)["notes"].tolist() == ["", "1 failed"]
     assert summary_sentence(groups).endswith("there is no other setting to compare it with.")
-    assert summary_sentence(groups[1:]) == f"No setting without a failed trial has ended with {DEFAULT_METRIC} yet."
+    assert (
+        summary_sentence(groups[1:]) == f"No setting without a failed trial has ended with a finite {DEFAULT_METRIC}."
+    )
     by_rate = group_trials(lost, by=LR)  # many settings: one that failed says little of the value
     assert [group.values for group in by_rate] == [(0.9,), (0.62, 0.6)]
 
@@ -305,7 +308,7 @@ def test_the_summary_states_whether_intervals_overlap() -> None:
 
 def test_without_a_result_there_is_no_winner() -> None:
     assert summary_sentence(group_trials(sweep(trial(0, {LR: 1.0}, {5: 0.5}, status="RUNNING")))) == (
-        "No trial has ended with eval/accuracy yet."
+        "No trial has ended with a finite eval/accuracy."
     )
 
 
