@@ -71,10 +71,13 @@ def _subtitle(drawn: Sequence[Group], num_left_out: int) -> str:
 def _folded(label: str) -> str:
     """A label in lines of about `_LABEL_WIDTH` characters, folded between settings, and within longer ones."""
     lines = [""]
-    for part in (piece for setting in label.split(", ") for piece in textwrap.wrap(setting, _LABEL_WIDTH)):
-        if len(lines[-1]) + len(part) > _LABEL_WIDTH and lines[-1]:
-            lines.append("")
-        lines[-1] += (", " if lines[-1] else "") + part
+    for setting in label.split(", "):
+        separator = ", "
+        for part in textwrap.wrap(setting, _LABEL_WIDTH):
+            if len(lines[-1]) + len(part) > _LABEL_WIDTH and lines[-1]:
+                lines.append("")
+            lines[-1] += (separator if lines[-1] else "") + part
+            separator = " "
     return "\n".join(lines)
 
 

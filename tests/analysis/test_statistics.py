@@ -443,6 +443,13 @@ def test_long_texts_are_shortened_in_names_figures_and_tables() -> None:
     static_figure.draw(groups, "title").savefig(io.BytesIO())  # $ begins no formula
 
 
+def test_the_picture_has_the_words_of_a_setting_without_commas_of_its_own() -> None:
+    prompt = f"{'a' * 22} {'b' * 24}"
+    groups = group_trials(sweep(*(trial(i, {"p": prompt, "k": i}, {9: 0.5}) for i in range(2))))
+    label = static_figure.draw(groups, "title").axes[1].get_yticklabels()[0].get_text()
+    assert label == f"p {'a' * 22} {'b' * 24}\nk 0"
+
+
 @pytest.mark.parametrize(
     ("texts", "short"),
     [
