@@ -564,7 +564,7 @@ def test_a_body_that_cannot_be_read_is_refused(
 
     given, message, again = served(use)
     assert given == status and problem in message and again == 200
-    assert not caplog.records  # aiohttp logs what is not caught
+    assert not [each for each in caplog.records if each.name.startswith("aiohttp")]  # it logs what is not caught
 
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "responses"), ("GET", "chat/completions"), ("GET", "models/a")])

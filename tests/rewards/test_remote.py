@@ -447,7 +447,7 @@ def test_no_redirect_is_followed(faulty: Callable[..., Faulty], status: int) -> 
 @pytest.mark.parametrize(
     "url",
     [
-        *("", "host:8000", "ftp://host/", "file:///etc/passwd", "http://", "http:///path", "HTTPS//host"),
+        *("host:8000", "ftp://host/", "file:///etc/passwd", "http://", "http:///path", "HTTPS//host"),
         *("http://h:port", "http://h:0", "http://h:99999", "http://[::1", "http://.h..x/"),
         *("http://host:p4ssw0rd/", "ftp://host/passw0rd"),
     ],

@@ -163,7 +163,7 @@ def test_the_best_is_by_what_the_run_says(tmp_path: Path) -> None:
         ("b@5", ConfigError, "no run 'b' in "),
         ("b" * 300, ConfigError, "no run 'bbb"),
         ("a\0b", ConfigError, r"no run 'a\x00b' in "),
-        ("{}/" + "b" * 300, StorageError, "b: a file's name has 255 bytes at most, and one here 300"),
+        ("{}/" + "b" * 300, StorageError, ": a file's name has 255 bytes at most, and one here 300"),
         ("a@7", StorageError, "no checkpoint 7 in "),
         ("a@step_000020", StorageError, "no checkpoint step_000020 in "),
         ("{}/runs/b", StorageError, "no complete checkpoint in "),
