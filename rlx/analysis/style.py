@@ -73,7 +73,7 @@ def _parts(texts: Sequence[str], longest: int) -> dict[str, str]:
     before = _shared_beginning(texts)
     rests = [text.removeprefix(before) for text in texts]
     after = _shared_beginning([rest[::-1] for rest in rests])[::-1]
-    parts = [_ends(rest.removesuffix(after), longest - 2) for rest in rests]
+    parts = [_ends(rest.removesuffix(after), longest // 2) for rest in rests]  # there is room for what all share
     room = (longest - 2 - max(map(len, parts))) // 2
     left = before if len(before) <= room + 1 else f"…{before[len(before) - room :]}"
     right = after if len(after) <= room + 1 else f"{after[:room]}…"

@@ -349,13 +349,13 @@ def _items(text: str) -> Any:
 def _texts(text: str) -> list[Any]:
     """The texts of a list, as they are typed, with commas between two of them and spaces around these.
 
-    What begins with a bracket or a quote is read as YAML where that is a list (`["[END]"]`), or texts (`"a, b", "c"`).
+    With a bracket first, or a text that a quote begins, YAML reads it where that is a list (`["[END]"]`), or texts.
     """
-    if _has_bracket(text) or text.startswith(('"', "'")):
+    if _has_bracket(text) or re.search(r"(^|,)\s*[\"']", text):
         items = _items(text)
         if isinstance(items, list) and (_has_bracket(text) or all(isinstance(each, str) for each in items)):
             return items
-    typed = re.split(" *, *", text)
+    typed = re.split(" *, *", re.sub(", *$", "", text))
     return typed if all(typed) else [text] if text else []
 
 

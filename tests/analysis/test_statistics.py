@@ -461,8 +461,12 @@ def test_the_picture_has_the_words_of_a_setting_without_commas_of_its_own() -> N
             [f"{'a' * 50}{each}{'b' * 50}" for each in ("x", "")],
             [f"…{'a' * 10}x{'b' * 10}…", f"…{'a' * 10}{'b' * 10}…"],
         ),
-        ([f"{'a' * 50}{x * 40}{'b' * 50}" for x in "xy"], [f"…{x * 14}…{x * 7}…" for x in "xy"]),
+        ([f"{'a' * 50}{x * 40}{'b' * 50}" for x in "xy"], [f"…{'a' * 5}{x * 7}…{x * 4}{'b' * 5}…" for x in "xy"]),
         (["a" * 50, "b"], [f"{'a' * 15}…{'a' * 8}", "b"]),
+        (
+            [f"{'a' * 50}{each}{'b' * 50}" for each in ("x" * 40, "")],  # also if one of them has no part of its own
+            [f"…{'a' * 5}{'x' * 7}…{'x' * 4}{'b' * 5}…", f"…{'a' * 5}{'b' * 5}…"],
+        ),
     ],
 )
 def test_long_texts_that_begin_and_end_alike_are_shortened_to_where_they_differ(

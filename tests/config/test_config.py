@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy
 import pytest
 import yaml
 
@@ -809,8 +810,9 @@ ADAPTERS = ["--model.lora-rank", "8", "--model.lora-targets"]
         *((["--rollout.stop", mark], "rollout.stop", (mark,)) for mark in ("#", ":", ",", '"', "- x", "1", "no", "\n")),
         *(
             (["--rollout.stop", text], "rollout.stop", (text,))
-            for text in ("\nQ", " Q", "a\n", "[", "[a]b", '"a":', "a,")
+            for text in ("\nQ", " Q", "a\n", "[", "[a]b", '"a":', ",a")
         ),
+        *((["--rollout.stop", text], "rollout.stop", ("A", "B")) for text in ("A,B,", 'A, "B"', ' "A","B"')),
         (["--rollout.stop", "User:,Assistant:"], "rollout.stop", ("User:", "Assistant:")),
         (["--rollout.stop", "1, #"], "rollout.stop", ("1", "#")),
         (["--rollout.stop", '["[END]", "a, b"]'], "rollout.stop", ("[END]", "a, b")),
@@ -872,7 +874,23 @@ def test_an_empty_value_in_a_file_is_refused_where_one_is_needed(key: str) -> No
         from_tree(with_overrides({}, {key: ""}))
 
 
-@pytest.mark.parametrize("key", ["name", "tracking.uri", "checkpoint.init_from", "environment.name", "reward.url"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("algorithm.value_clip", ""),
+        ("checkpoint.keep_last", ""),
+        ("train.packing", ""),
+        ("seed", numpy.array([1, 2])),
+    ],
+)
+def test_an_empty_value_switches_nothing_off_that_is_on_and_an_array_is_none(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^config: {key} = .*: (input should be a valid|expected a whole number)"):
+        from_tree(with_overrides({}, {key: value}))
+
+
+@pytest.mark.parametrize(
+    "key", ["name", "tracking.uri", "checkpoint.init_from", "checkpoint.best_by", "environment.name", "reward.url"]
+)
 def test_an_empty_value_in_a_file_leaves_an_optional_setting_unset(key: str) -> None:
     """Earlier versions kept some with their runs, and took them for unset."""
     config = from_tree(with_overrides({}, {key: "", "data.system_prompt": "", "reward.answer_pattern": ""}))

@@ -318,8 +318,8 @@ def test_an_agent_whose_episode_is_cut_is_refused_so_that_its_client_does_not_as
     assert "the episode is over" in str(error)
 
 
-def test_stacks_of_an_agents_threads_are_no_memory_of_environments() -> None:
-    """Its instance's, that of `play`, and two that an `async` one starts; what is not in use serves as memory."""
+def test_stacks_of_an_agents_threads_are_no_memory_of_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its instance's, that of `play`, and two that `play` starts, unless the class says how many."""
     limits = resource.getrlimit(resource.RLIMIT_DATA)
 
     def allowed(name: str) -> int:
@@ -336,28 +336,11 @@ def test_stacks_of_an_agents_threads_are_no_memory_of_environments() -> None:
     try:
         stack = allowed("guess_number")
         assert stack > 0
-        assert allowed(f"{HERE}Refused") == 2 * stack and allowed(f"{HERE}Patient") == 4 * stack
+        assert allowed(f"{HERE}Patient") == 4 * stack
+        monkeypatch.setattr(Patient, "threads_per_episode", 1)
+        assert allowed(f"{HERE}Patient") == 2 * stack
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, limits)
-
-
-def test_threads_of_an_agent_are_those_that_its_class_says_or_its_play_has() -> None:
-    class Crowd(Patient):
-        threads_per_episode = 9
-
-    class Crowds(Crowd):
-        play = Patient.play
-
-    class Alone(Patient):
-        threads_per_episode = 1
-
-    class DecoratedAsync(AgentLoop):
-        @functools.wraps(Patient.play)
-        def play(self, *given: Any) -> Any:
-            return Patient.play(self, *given)
-
-    kinds: list[type[AgentLoop]] = [Refused, Patient, Crowd, Crowds, Alone, DecoratedAsync]
-    assert [kind.threads_per_episode for kind in kinds] == [1, 3, 9, 9, 1, 3]
 
 
 @pytest.mark.parametrize("name", ["Bad", "BadOnThread"])

@@ -46,11 +46,12 @@ class Section(pydantic.BaseModel):
     @pydantic.field_validator("*", mode="wrap")
     @classmethod
     def _read_empty(cls, value: Any, read: pydantic.ValidatorFunctionWrapHandler, info: pydantic.ValidationInfo) -> Any:
-        """An empty text in a file or a tree leaves an optional setting unset, unless it is one of its values."""
+        """An empty text in a file or a tree leaves a text unset that may be so, unless it is one of its values."""
         try:
             return read(value)
         except pydantic.ValidationError:
-            if value == "" and _may_be(cls.model_fields[str(info.field_name)].annotation, type(None)):
+            annotation = cls.model_fields[str(info.field_name)].annotation
+            if isinstance(value, str) and not value and all(_may_be(annotation, kind) for kind in (str, type(None))):
                 return None
             raise
 

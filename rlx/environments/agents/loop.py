@@ -24,18 +24,11 @@ from rlx.types import TaskRow, TurnLength
 class AgentLoop:
     """Derive from it and write `play`; the class is then an environment, named module:Class."""
 
-    threads_per_episode: ClassVar[int] = 1
+    threads_per_episode: ClassVar[int] = 3
     """threads that an episode starts at most, whose stacks `environment.memory_mb` leaves out: that of `play`, and two
-    more if `play` is `async`, as OpenAI's `async` client starts one, unless a class has its own number"""
+    that `play` starts itself, as OpenAI's `async` client starts one; a class may have its own number"""
     _agent: AgentThread | None = None  # None: it has not begun
     _endpoint: Endpoint | None = None
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Counts the threads of a class that does not say how many there are."""
-        super().__init_subclass__(**options)
-        if "threads_per_episode" not in vars(cls):
-            is_async = inspect.iscoroutinefunction(inspect.unwrap(cls.play))
-            cls.threads_per_episode = max(cls.threads_per_episode, 3 if is_async else 1)
 
     def play(self, row: TaskRow, seed: int, base_url: str, api_key: str) -> float | Awaitable[float]:
         """Plays an episode and returns its reward. It may be `async`; it has a thread of its own.
