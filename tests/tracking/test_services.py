@@ -238,15 +238,21 @@ def history(records: list[Any]) -> list[dict[str, Any]]:
     return [{item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in row.item} for row in rows]
 
 
-@pytest.mark.slow
-def test_wandb_offline_keeps_steps_settings_and_id_over_attempts(
-    tmp_path: Path, folder: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WandbService:
+    """W&B without its server and without a key."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    WandbService(tmp_path).check("rlx")  # offline needs no key
-    recorded(WandbService(tmp_path), folder, 0, 1, 2)
+    return WandbService(tmp_path)
+
+
+@pytest.mark.slow
+def test_wandb_offline_keeps_steps_settings_and_id_over_attempts(
+    tmp_path: Path, folder: Storage, offline: WandbService
+) -> None:
+    offline.check("rlx")  # which needs no key
+    recorded(offline, folder, 0, 1, 2)
     time.sleep(1.1)  # W&B names an attempt's folder by the second: a resume of a run takes longer than one
     recorded(WandbService(tmp_path), folder, 1, 2, 3)
     key = (folder / "run.json").read_json()["key"]
@@ -268,13 +274,11 @@ def test_wandb_offline_keeps_steps_settings_and_id_over_attempts(
 
 @pytest.mark.slow
 def test_wandb_keeps_all_tags_and_a_run_that_goes_on_has_no_error(
-    tmp_path: Path, folder: Storage, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, folder: Storage, offline: WandbService
 ) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    recorded(service := WandbService(tmp_path), folder, 0, error="no room")
+    recorded(offline, folder, 0, error="no room")
     time.sleep(1.1)  # as above
-    driver = OutboxTracker([service], folder, "driver")
+    driver = OutboxTracker([offline], folder, "driver")
     driver.open("rlx", "s.trial_00000", params={}, tags={})
     driver.set_tags({"rlx.stopped": "1"})
     driver.end(RunStatus.FINISHED)
@@ -286,13 +290,11 @@ def test_wandb_keeps_all_tags_and_a_run_that_goes_on_has_no_error(
 
 @pytest.mark.slow
 def test_a_run_of_wandb_that_has_finished_was_not_killed(
-    tmp_path: Path, folder: Storage, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, folder: Storage, offline: WandbService
 ) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    recorded(service := WandbService(tmp_path), folder, 0)
+    recorded(offline, folder, 0)
     time.sleep(1.1)  # as above
-    process = OutboxTracker([service], folder, "rank_0")
+    process = OutboxTracker([offline], folder, "rank_0")
     process.log_text("late.txt", "")
     process.end(RunStatus.KILLED)
     assert process.close(LONG_S) == 0

@@ -22,9 +22,9 @@ from plotly.subplots import make_subplots
 from rlx.analysis.comparison.pareto import front, mean_length
 from rlx.analysis.importance import numbers, varied_settings
 from rlx.analysis.page.layout import (
-    categories,
     count_legend_lines,
     dimension,
+    mark_texts,
     ranked_labels,
     setting_axis,
     styled,
@@ -110,7 +110,7 @@ def slices(groups: Sequence[Group], metric: str) -> go.Figure:
     for i, (key, name) in enumerate(zip(keys, short_names(keys), strict=True)):
         values = [group.settings[key] for group in groups]
         panel = {"row": i // columns + 1, "col": i % columns + 1}
-        figure.add_trace(_means(groups, numbers(values) or categories(values), metric), **panel)
+        figure.add_trace(_means(groups, numbers(values) or mark_texts(values), metric), **panel)
         figure.update_xaxes(title=name, **setting_axis(values), **panel)
     figure.update_yaxes(range=axis_of_values(groups, metric))
     figure.update_yaxes(title=metric, col=1)

@@ -66,9 +66,9 @@ def dimension(name: str, values: Sequence[Setting]) -> dict[str, Any]:
     as_numbers, marks = numbers(values), axis_marks(values)
     if as_numbers is None:
         positions = [float(marks.index(setting_text(value))) for value in values]
-        return {"label": name, "values": positions, "tickvals": list(range(len(marks))), "ticktext": categories(marks)}
+        return {"label": name, "values": positions, "tickvals": list(range(len(marks))), "ticktext": mark_texts(marks)}
     if _scale(values) == "linear":
-        written = {"tickvals": marks, "ticktext": short_texts(marks, _LONGEST_MARK)} if marks else _CHOSEN_MARKS
+        written = {"tickvals": marks, "ticktext": mark_texts(marks)} if marks else _CHOSEN_MARKS
         return {"label": name, "values": as_numbers, **written}
     logarithms = [math.log10(value) for value in as_numbers]
     low, high = min(logarithms), max(logarithms)
@@ -82,14 +82,14 @@ def setting_axis(values: Sequence[Setting]) -> dict[str, Any]:
     """The scale and the marks of an axis with the values of a setting."""
     scale, marks = _scale(values), axis_marks(values)
     if scale == "category":
-        return {"type": scale, "categoryorder": "array", "categoryarray": categories(marks)}  # plotly thins them
+        return {"type": scale, "categoryorder": "array", "categoryarray": mark_texts(marks)}  # plotly thins them
     if not marks:
         return {"type": scale, **_CHOSEN_MARKS}
-    return {"type": scale, "tickvals": marks, "ticktext": short_texts(marks, _LONGEST_MARK)}
+    return {"type": scale, "tickvals": marks, "ticktext": mark_texts(marks)}
 
 
-def categories(values: Sequence[Setting]) -> list[str]:
-    """The values of a setting that are no numbers, as `setting_axis` has them."""
+def mark_texts(values: Sequence[Setting]) -> list[str]:
+    """The values of a setting as the marks of its axis; those that are no numbers stand at these."""
     return short_texts(values, _LONGEST_MARK)
 
 
