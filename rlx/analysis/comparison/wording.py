@@ -131,12 +131,11 @@ def _left_out(groups: Sequence[Group]) -> list[str]:
 
 
 def _reason(group: Group) -> str:
-    """Why a setting is not compared; empty if it has only to go on."""
+    """Why a setting is not compared; empty if it has only to go on, or no trial of it came further than its failure."""
+    was_cut = any(trial.was_cut for trial in group.trials)
     if any(trial.status == RunStatus.FAILED for trial in group.trials):
-        return _FAILED
-    if group.diverged:
-        return _DIVERGED
-    return _CUT if any(trial.was_cut for trial in group.trials) else ""
+        return _FAILED if group.values or group.diverged or was_cut else ""
+    return _DIVERGED if group.diverged else _CUT if was_cut else ""
 
 
 def _named(groups: Sequence[Group], reason: str) -> str:
