@@ -84,7 +84,7 @@ def placed(in_turns: bool) -> dict[str, Any]:
     if not count:
         raise ConfigError("--gpu: two GPUs at least, or one and --in-turns")
     memory = {"rollout.placement": "colocated", "rollout.gpu_memory_utilization": 0.4} if in_turns else {}
-    return {"scaling.num_workers": count, "rollout.num_engines": count} | memory
+    return {"scaling.num_workers": count} | memory
 
 
 def with_model(config: RunConfig) -> RunConfig:

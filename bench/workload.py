@@ -67,7 +67,7 @@ GPU: dict[str, Any] = _EVERYWHERE | {
     "rollout.max_num_seqs": 512,
     "scaling.use_gpu": True,
 }
-NO_ENGINES: dict[str, Any] = {"rollout.num_engines": 1, "rollout.resources_per_engine": {"CPU": 0.5}}
+NO_ENGINES: dict[str, Any] = {"rollout.num_engines": 1, "rollout.resources_per_engine": {"CPU": 0.5, "GPU": 0}}
 """where none is started, so that no GPU is kept for one"""
 # A small one for CPUs; Qwen2's, arXiv 2407.10671, table 1, and Qwen3's, arXiv 2505.09388, table 1, both with their
 # config.json. The weights are random.

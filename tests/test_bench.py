@@ -165,7 +165,7 @@ def test_what_verl_cannot_do_is_refused(
 
 def test_verl_is_given_the_same_work() -> None:
     train = {"train.prompts_per_step": 6, "train.samples_per_prompt": 4, "train.num_minibatches": 2, "train.steps": 7}
-    given = verl_settings.overrides(from_tree(with_overrides({}, workload.GPU | train)))
+    given = verl_settings.overrides(from_tree(with_overrides({}, workload.GPU | workload.gpu_shares(1) | train)))
     assert not given.keys() & verl_settings.FIXED.keys()
     assert given["trainer.n_gpus_per_node"] == 1
     assert given["data.train_batch_size"] == 6 and given["actor_rollout_ref.rollout.n"] == 4

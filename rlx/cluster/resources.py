@@ -141,8 +141,10 @@ def plan_resources(config: RunConfig) -> ResourcePlan:
     """Returns the bundles that a config asks for.
 
     Raises:
-        ConfigError: a bundle has more than one GPU and a part of another.
+        ConfigError: a bundle has more than one GPU and a part of another, or nothing says whether engines beside
+            workers on GPUs have any.
     """
+    _check_engines(config.scaling, config.rollout)
     worker = dict(config.scaling.resources_per_worker)
     if config.scaling.use_gpu:
         worker.setdefault("GPU", 1.0)
@@ -207,6 +209,15 @@ def sharing_gpus(runs: int, scaling: ScalingConfig, rollout: RolloutConfig, rewa
 def _shared(bundle: Bundle, runs: int) -> Bundle:
     """A bundle with its part of the GPU, rounded down: three thirds of Ray's four digits are one GPU."""
     return {**bundle, "GPU": math.floor(_PARTS * bundle["GPU"] / runs) / _PARTS}
+
+
+def _check_engines(scaling: ScalingConfig, rollout: RolloutConfig) -> None:
+    """Refuses bundles of engines that were meant for CPUs, or from which the GPU was left out by mistake."""
+    if scaling.use_gpu and rollout.placement == "separate" and "GPU" not in rollout.resources_per_engine:
+        raise ConfigError(
+            f"rollout.resources_per_engine has no GPU, and workers have (scaling.use_gpu): add GPU: "
+            f"{rollout.tensor_parallel} to it, or leave it out; GPU: 0 is for engines on CPUs"
+        )
 
 
 def _check_whole_gpus(key: str, bundle: Bundle) -> None:
@@ -282,7 +293,20 @@ def lack(needed: ResourcePlan, nodes: Sequence[Node]) -> str:
     if not numbers:
         bundles = ", ".join(_text(bundle) for bundle in [*_reserved_workers(needed), *needed.bundles])
         numbers = f"{bundles}, which {needed.strategy} cannot place on {counted} with {_node_texts(nodes)}"
-    return numbers
+    return numbers + _in_turns(needed, total.get("GPU", 0.0), cluster.get("GPU", 0.0))
+
+
+def _in_turns(needed: ResourcePlan, total: float, there: float) -> str:
+    """The way out where there are GPUs enough for all but the engines.
+
+    Args:
+        total, there: GPUs that the plan needs, and those of the cluster.
+    """
+    of_engines = total_of(needed.engines).get("GPU", 0.0)
+    of_workers = total_of(needed.workers).get("GPU", 0.0)
+    if needed.colocated or not of_workers or not total - of_engines <= there < total:
+        return ""
+    return "; --rollout.placement colocated needs no GPU for engines, which take turns with the workers"
 
 
 def _text(bundle: Mapping[str, float]) -> str:

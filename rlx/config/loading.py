@@ -20,11 +20,14 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rlx.config.addresses import any_secret, may_be_on_hub
+from rlx.config.defaults import FOLLOWING, following_defaults
 from rlx.config.errors import ConfigError, one_line, shortened
 from rlx.config.run import RunConfig, dotted_keys, explained, first_mistake, is_dict, sections, settings
 from rlx.config.sections.base import flatten
 from rlx.config.sections.data import DEFAULT_SOURCE, DataConfig, EvalConfig, prompt_addresses
 from rlx.config.sections.model import ModelConfig
+from rlx.config.sections.rollout import EnvironmentConfig, RolloutConfig
+from rlx.config.sections.scaling import ScalingConfig
 
 _MOST_VALUES = 100_000
 _MOVING = ("checkpoint.", "tracking.", "name", "storage", "ray_address", "wait_for_resources")
@@ -247,7 +250,7 @@ def with_overrides(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
         for depth, parent in enumerate(parents, 1):
             prefix = ".".join(parents[:depth])
             if parent not in node:
-                node[parent] = _default_entries(prefix, node)
+                node[parent] = _default_entries(prefix, merged)
             node = node[parent]
             if not isinstance(node, dict):
                 raise ConfigError(f"{key}: {prefix} is {shortened(node)}, which has no entries")
@@ -310,10 +313,25 @@ def _in_brackets(value: Any) -> str | None:
     return "remove the quotes, which make it a text"
 
 
-def _default_entries(key: str, section: dict[str, Any]) -> dict[str, Any]:
+def _default_entries(key: str, tree: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a key that the tree does not have: the default of a setting that is a dict, otherwise none."""
     field = settings().get(key)
     if field is None or not is_dict(field):
         return {}
-    known = {"source": DEFAULT_SOURCE} | section
+    if key in FOLLOWING and (entries := _following(tree).get(key)):
+        return dict(entries)
+    known = {"source": DEFAULT_SOURCE} | tree[key.partition(".")[0]]
     return dict(field.get_default(call_default_factory=True, validated_data=known))
+
+
+def _following(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults that follow other settings of a tree; none while one of these cannot be read."""
+    try:
+        return following_defaults(
+            ModelConfig.model_validate(tree.get("model", {})),
+            ScalingConfig.model_validate(tree.get("scaling", {})),
+            EnvironmentConfig.model_validate(tree.get("environment", {})),
+            RolloutConfig.model_validate(tree.get("rollout", {})),
+        )
+    except ValidationError:  # `from_tree` will say which
+        return {}

@@ -85,7 +85,7 @@ class RunConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _take_following_defaults(self) -> Self:
-        for key, default in following_defaults(self.model, self.scaling, self.environment).items():
+        for key, default in following_defaults(self.model, self.scaling, self.environment, self.rollout).items():
             name, _, setting = key.partition(".")
             self.__dict__[name] = getattr(self, name).with_default(setting, default)
         filter_by = default_filter(self.algorithm, self.reward_parts)

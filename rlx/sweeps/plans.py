@@ -25,7 +25,6 @@ from rlx.analysis.comparison.wording import plan_lines
 from rlx.analysis.ranges import natural_range
 from rlx.cluster.resources import cluster_nodes
 from rlx.config.errors import ConfigError
-from rlx.config.experiment import over_experiment
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.sections.algorithm import AlgorithmConfig
 from rlx.config.sections.base import flatten
@@ -42,7 +41,6 @@ from rlx.storage.signatures import SIGNATURE, Signer
 from rlx.sweeps import searchers
 from rlx.sweeps.choices import refuse_choices, tell_unscheduled
 from rlx.sweeps.records import (
-    DEFAULTS,
     PLAN_FILE,
     SweepPlan,
     TrialRecord,
@@ -320,7 +318,7 @@ def saved_sweep(storage: Storage, name: str | None, *, trust: bool = False) -> S
     folder = find_sweep(storage, name)
     try:
         content, space = (folder / PLAN_FILE).read_json(), (folder / _SPACE_FILE).read_text()
-        plan = _with_its_defaults(read_plan({"defaults": 1} | content))
+        plan = read_plan({"defaults": 1} | content).with_its_defaults()
         if plan.name != folder.name:
             raise ValueError(plan.name)
     except (TypeError, ValueError, RecursionError, FileNotFoundError):
@@ -359,11 +357,6 @@ def continued_sweep(
     tree = with_overrides(plan.tree, today)
     run_folder.check_resumable(from_tree(tree, f"sweep {name}", today, giver), plan.config)
     return replace(plan, tree=tree)
-
-
-def _with_its_defaults(plan: SweepPlan) -> SweepPlan:
-    """Returns a saved sweep whose further trials have the defaults that its first ones had."""
-    return replace(plan, tree=over_experiment(plan.tree), defaults=DEFAULTS) if plan.defaults < DEFAULTS else plan
 
 
 def ended_trials(plan: SweepPlan, storage: Storage) -> int:

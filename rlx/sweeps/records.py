@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, TypeAdapter, Validation
 
 from rlx.cluster.resources import ResourcePlan, plan_resources
 from rlx.config.errors import ConfigError, nearest
+from rlx.config.experiment import over_experiment
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig, is_default_storage
 from rlx.config.sweep import (
@@ -40,8 +41,10 @@ from rlx.tracking.tracker import OutboxTracker
 PLAN_FILE = "sweep.json"
 TOLD_FILE = "told.jsonl"
 _PATIENCE_S = 10.0  # longest wait for the tracking service
-DEFAULTS = 2
-"""the defaults of this rlx; 1: those of before it had a default experiment, which every model got"""
+DEFAULTS = 3
+"""the defaults of this rlx; 2: those of before engines followed the workers' GPUs; 1: those of before it had a default
+experiment, which every model got"""
+_ENGINES_BEFORE: dict[str, Any] = {"num_engines": 1, "resources_per_engine": {"CPU": 0.5}}
 
 
 class TrialState(StrEnum):
@@ -96,6 +99,13 @@ class SweepPlan:
     def tracking(self) -> Sequence[TrackingService]:
         """Where the sweep's records go, from this process."""
         return preflight.tracking_services(self.config.tracking, self.config.storage)
+
+    def with_its_defaults(self) -> SweepPlan:
+        """The plan of a saved sweep, whose further trials have the defaults that its first ones had."""
+        tree = over_experiment(self.tree) if self.defaults < 2 else self.tree
+        if self.defaults < 3:
+            tree = tree | {"rollout": _ENGINES_BEFORE | tree.get("rollout", {})}
+        return replace(self, tree=tree, defaults=DEFAULTS)
 
 
 def read_plan(content: Any) -> SweepPlan:

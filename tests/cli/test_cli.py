@@ -205,7 +205,7 @@ def test_more_workers_than_the_cluster_has(config: dict[str, Any], ray_cluster: 
     with pytest.raises(ConfigError, match=r"9 workers and 1 engine need 5 CPU but the cluster has 4$"):
         connection.connect(run, plan_resources(run))
     gpus = from_tree(with_overrides(config, {"scaling.use_gpu": True}))
-    with pytest.raises(ConfigError, match=r"need 1 GPU but the cluster has 0$"):
+    with pytest.raises(ConfigError, match=r"need 2 GPU but the cluster has 0$"):
         connection.connect(gpus, plan_resources(gpus))
 
 

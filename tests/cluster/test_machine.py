@@ -5,16 +5,19 @@ import socket
 import subprocess
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from rlx.cluster import machine
+from rlx.cluster import machine, resources
+from rlx.cluster.placement import Bundle, Node
 from rlx.cluster.resources import ResourcePlan, RoleLabels
 from rlx.config.errors import ConfigError
 
 PLAN = ResourcePlan([{"CPU": 1.0, "GPU": 1.0}] * 2, [{"CPU": 0.5}])
+IN_TURNS = "; --rollout.placement colocated needs no GPU for engines, which take turns with the workers"
 
 
 @pytest.mark.parametrize(
@@ -32,6 +35,25 @@ def test_a_plan_that_a_machine_cannot_hold_is_refused(own: dict[str, float], lac
         return
     with pytest.raises(ConfigError, match=lacking):
         machine.check_machine(PLAN, own)
+
+
+@pytest.mark.parametrize(
+    ("own", "is_told"), [({"GPU": 0.0}, False), ({"GPU": 1.0}, False), ({"GPU": 2.0}, True), ({"GPU": 3.0}, True)]
+)
+def test_a_machine_with_gpus_enough_for_the_workers_alone_is_told_of_turns(own: Bundle, is_told: bool) -> None:
+    plan = replace(PLAN, engines=[{"CPU": 1.0, "GPU": 1.0}] * 2)
+    needs = f"scaling: 2 workers and 2 engines need 4 GPU but the cluster has {own['GPU']:g}"
+    with pytest.raises(ConfigError) as error:
+        machine.check_machine(plan, own)
+    assert str(error.value) == f"{needs}{IN_TURNS * is_told}; --ray-address joins a larger one"
+
+
+def test_engines_that_cannot_take_turns_are_not_told_to() -> None:
+    engines = [{"CPU": 1.0, "GPU": 1.0}] * 2
+    on_cpus = ResourcePlan([{"CPU": 1.0}], engines)
+    shared = ResourcePlan([{"CPU": 1.0, "GPU": 1.0}] * 2, engines, colocated=True)
+    for plan in (on_cpus, shared):
+        assert resources.lack(plan, [Node({"CPU": 8.0, "GPU": 1.0})]).endswith("2 GPU but the cluster has 1")
 
 
 @pytest.mark.parametrize(("workers", "engines", "nodes"), [(2, 1, 2), (1, 3, 3), (1, 1, None)])

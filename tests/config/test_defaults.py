@@ -22,14 +22,18 @@ from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig, may_change
 from rlx.config.sections.base import flatten
 from rlx.config.sections.model import ModelConfig
-from rlx.config.sections.rollout import EnvironmentConfig
+from rlx.config.sections.rollout import EnvironmentConfig, RolloutConfig
 from rlx.config.sections.scaling import ScalingConfig
 from rlx.config.sweep import SchedulerName
 from rlx.rewards.patterns import last_matches
 from rlx.sweeps.space import load_space
 
+ENGINE = "rollout.resources_per_engine"
 BEFORE = read_yaml(Path(__file__).with_name("old_run.yaml"))
 """every setting of the default experiment, written out by an rlx whose own defaults they were"""
+
+
+ON_GPUS = {"scaling__use_gpu": True, "scaling__num_workers": 4}
 
 
 def built(**given: Any) -> RunConfig:
@@ -57,7 +61,7 @@ def complete(**given: Any) -> dict[str, Any]:
 
 def test_the_settings_that_may_follow_others_are_all_known() -> None:
     every = following_defaults(
-        ModelConfig(lora_rank=1), ScalingConfig(use_gpu=True), EnvironmentConfig(name="calculator")
+        ModelConfig(lora_rank=1), ScalingConfig(use_gpu=True), EnvironmentConfig(name="calculator"), RolloutConfig()
     )
     assert set(every) == set(FOLLOWING)
 
@@ -87,16 +91,23 @@ def test_the_settings_that_may_follow_others_are_all_known() -> None:
             {"algorithm.advantage": "grpo", "algorithm.filter_groups": False, "algorithm.kl_coef": 0.01},
             {"aggregation": "sequence_mean", "clip_high": 0.2, "overlong_penalty": 1.0, "filter_by": "reward"},
         ),
-        ({}, {"scaling.use_gpu": True}, {"model.dtype": "bfloat16"}),
-        ({"scaling__use_gpu": True}, {"scaling.use_gpu": False}, {"model.dtype": "float32"}),
-        ({"scaling__use_gpu": True, "model__dtype": "float32"}, {"scaling.use_gpu": False}, {}),
+        ({}, {"scaling.use_gpu": True}, {"model.dtype": "bfloat16", ENGINE: {"CPU": 1, "GPU": 1}}),
+        ({"scaling__use_gpu": True}, {"scaling.use_gpu": False}, {"model.dtype": "float32", ENGINE: {"CPU": 0.5}}),
+        ({"scaling__use_gpu": True, "model__dtype": "float32"}, {"scaling.use_gpu": False}, {ENGINE: {"CPU": 0.5}}),
+        ({"scaling__use_gpu": True}, {"scaling.num_workers": 4, "parallel.tp": 2}, {"rollout.num_engines": 4}),
+        ({"scaling__use_gpu": True, "rollout__num_engines": 3}, {"scaling.num_workers": 4}, {}),
+        (
+            {"scaling__use_gpu": True},
+            {"scaling.num_workers": 4, f"{ENGINE}.CPU": 4},
+            {"rollout.num_engines": 4},
+        ),
         ({}, {"model.lora_rank": 8}, {"train.actor_lr": 1e-4, "train.critic_lr": 1e-4}),
         ({"train__actor_lr": 2e-6}, {"model.lora_rank": 8}, {"train.critic_lr": 1e-4}),
         ({}, {"environment.name": "calculator"}, {"reward.functions": {"environment": 1.0}}),
         ({}, {"data.source": "questions.jsonl", "reward.functions": {"exact_match": 1.0}}, {"data.params": {}}),
         ({}, {"data.params.max_digits": 2}, {}),
         # The default experiment's are no such defaults, and lengths stay as they were.
-        ({"model__path": "tiny", "model__dtype": "float32"}, {"scaling.use_gpu": True}, {}),
+        ({"model__path": "tiny", "model__dtype": "float32"}, {"scaling.use_gpu": True}, {ENGINE: {"CPU": 1, "GPU": 1}}),
         ({"rollout__max_tokens": 96}, {"data.max_prompt_tokens": 64, "train.steps": 2, "seed": 3}, {}),
     ],
 )
@@ -135,6 +146,52 @@ def test_defaults_follow_adapters_and_gpus_and_given_values_stay(given: dict[str
     assert (config.train.actor_lr, config.train.critic_lr, config.model.dtype) == expected
     saved = from_tree(config.model_dump(mode="json"))  # as a run's folder has it
     assert (saved.train.actor_lr, saved.train.critic_lr, saved.model.dtype) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "engines", "each"),
+    [
+        ({"scaling__num_workers": 4}, 1, {"CPU": 0.5}),
+        ({"rollout__tensor_parallel": 2}, 1, {"CPU": 0.5}),
+        (ON_GPUS | {"scaling__num_workers": 1}, 1, {"CPU": 1, "GPU": 1}),
+        (ON_GPUS, 4, {"CPU": 1, "GPU": 1}),
+        (ON_GPUS | {"parallel__tp": 2}, 4, {"CPU": 1, "GPU": 1}),
+        (ON_GPUS | {"rollout__tensor_parallel": 2}, 2, {"CPU": 1, "GPU": 2}),
+        (ON_GPUS | {"rollout__tensor_parallel": 8}, 1, {"CPU": 1, "GPU": 8}),
+        (ON_GPUS | {"rollout__placement": "colocated"}, 4, {"CPU": 0.5}),
+        (ON_GPUS | {"rollout__placement": "colocated", "rollout__resources_per_engine": {"CPU": 2}}, 4, {"CPU": 2}),
+        (ON_GPUS | {"rollout__num_engines": 1}, 1, {"CPU": 1, "GPU": 1}),
+        (ON_GPUS | {"rollout__resources_per_engine": {"GPU": 0.5}}, 4, {"GPU": 0.5}),
+        (ON_GPUS | {"rollout__resources_per_engine.GPU": 0.5}, 4, {"CPU": 1, "GPU": 0.5}),
+        (ON_GPUS | {"rollout__resources_per_engine.CPU": 3, "rollout__tensor_parallel": 2}, 2, {"CPU": 3, "GPU": 2}),
+        ({"rollout__resources_per_engine.GPU": 1}, 1, {"CPU": 0.5, "GPU": 1}),
+    ],
+)
+def test_engines_follow_the_gpus_of_the_workers_and_given_values_stay(
+    given: dict[str, Any], engines: int, each: dict[str, float]
+) -> None:
+    config = built(**given)
+    assert (config.rollout.num_engines, config.rollout.resources_per_engine) == (engines, each)
+    saved = from_tree(config.model_dump(mode="json"))  # as a run's folder has it
+    assert (saved.rollout.num_engines, saved.rollout.resources_per_engine) == (engines, each)
+
+
+def test_an_entry_is_added_to_the_default_that_follows_other_settings() -> None:
+    game = {"environment.name": "calculator", "reward.functions.format": 0.2}
+    assert with_overrides({}, game)["reward"]["functions"] == {"environment": 1.0, "format": 0.2}
+    unreadable = {"scaling.use_gpu": "perhaps", f"{ENGINE}.CPU": 2}  # `from_tree` says so
+    assert with_overrides({}, unreadable)["rollout"]["resources_per_engine"] == {"CPU": 2}
+
+
+def test_a_kept_run_goes_on_with_the_engines_that_it_had() -> None:
+    """A run's folder has every setting, also those that nobody gave."""
+    gpus = {"num_workers": 4, "use_gpu": True}
+    one = {"num_engines": 1, "resources_per_engine": {"CPU": 1.0, "GPU": 1.0}}
+    tree = BEFORE | {"scaling": BEFORE["scaling"] | gpus, "rollout": BEFORE["rollout"] | one}
+    for each in (BEFORE, tree):
+        config = from_tree(each)
+        kept = each["rollout"]["resources_per_engine"]
+        assert (config.rollout.num_engines, config.rollout.resources_per_engine) == (1, kept)
 
 
 def test_a_default_that_follows_counts_as_not_given() -> None:
@@ -199,7 +256,7 @@ def test_given_settings_override_the_default_experiment(tmp_path: Path) -> None:
     file.write_text("train: {steps: 7, actor_lr: 1e-3}\n")
     changed = train.new_config(str(file), {"rollout.max_tokens": 24, "model.lora_rank": 4, "scaling.use_gpu": True})
     assert differing(changed, BEFORE) == {
-        "name", "train.steps", "train.actor_lr", "rollout.max_tokens", "model.lora_rank", "scaling.use_gpu",
+        "name", "train.steps", "train.actor_lr", "rollout.max_tokens", "model.lora_rank", "scaling.use_gpu", ENGINE,
     }  # fmt: skip
     assert differing(train.new_config(None, {"model.path": "tiny"}), BEFORE) == {"name"}
     assert differing(train.new_config(str(EXPERIMENT_FILE), {}), BEFORE) == {"name"}

@@ -174,6 +174,24 @@ def test_workers_and_engines_need_gpus_of_the_kind_that_was_asked_for() -> None:
     assert "accelerator_type:H200" not in apart.workers[0]  # Ray Train adds it
 
 
+def test_a_run_on_gpus_needs_as_many_for_engines_as_for_workers() -> None:
+    batch = {"prompts_per_step": 32}
+    eight = configured(scaling={"use_gpu": True, "num_workers": 4}, train=batch)
+    assert eight.engines == [ONE_GPU] * 4 and eight.total()["GPU"] == 8
+    turns = configured(scaling={"use_gpu": True, "num_workers": 8}, rollout={"placement": "colocated"}, train=batch)
+    assert len(turns.engines) == 8 and turns.total()["GPU"] == 8
+
+
+def test_engines_without_a_gpu_beside_workers_on_gpus_are_refused_unless_they_are_said_to_be_on_cpus() -> None:
+    scaling = {"use_gpu": True}
+    line = r"rollout\.resources_per_engine has no GPU, and workers have .* add GPU: 2 to it, or leave it out; GPU: 0 is"
+    with pytest.raises(ConfigError, match=line):
+        configured(scaling=scaling, rollout={"resources_per_engine": {"CPU": 4}, "tensor_parallel": 2})
+    on_cpu = configured(scaling=scaling, rollout={"resources_per_engine": {"CPU": 4, "GPU": 0}})
+    assert on_cpu.total() == {"CPU": 4.5, "GPU": 1.0} and on_cpu.fits(nodes({"CPU": 8.0}, ONE_GPU)) == 1
+    assert configured(rollout={"resources_per_engine": {"CPU": 4}}).total()["CPU"] == 4.5
+
+
 def test_one_and_a_half_gpus_are_refused() -> None:
     message = r"scaling\.resources_per_worker: 1\.5 GPUs are neither a whole number nor a part of one"
     with pytest.raises(ConfigError, match=message):
@@ -181,10 +199,7 @@ def test_one_and_a_half_gpus_are_refused() -> None:
     assert configured(scaling={"resources_per_worker": {"CPU": 1, "GPU": 2.0}}).total()["GPU"] == 2
 
 
-ENGINE_ON_GPU: dict[str, Any] = {
-    "scaling": {"use_gpu": True},
-    "rollout": {"resources_per_engine": {"CPU": 1, "GPU": 1}},
-}
+ENGINE_ON_GPU: dict[str, Any] = {"scaling": {"use_gpu": True}}
 
 
 def sharing(runs: int, tree: dict[str, Any]) -> dict[str, Any]:

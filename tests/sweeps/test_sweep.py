@@ -237,6 +237,20 @@ def test_a_sweep_of_before_goes_on_with_the_defaults_of_before(tmp_path: Path) -
     assert (config.train.critic_lr, config.algorithm.gae_lambda, config.rollout.max_tokens) == (1e-4, 0.95, 16)
 
 
+def test_a_sweep_of_before_goes_on_with_the_engines_of_before(tmp_path: Path) -> None:
+    storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
+    scaling = {"use_gpu": True, "num_workers": 2}
+    given = {"rollout": {"resources_per_engine": {"CPU": 1.0, "GPU": 1.0}}}
+    tree = {"storage": str(tmp_path), "model": {"path": "org/name"}, "scaling": scaling} | given
+    made = created(SweepPlan("s", tree, space), storage)
+    assert plans.saved_sweep(storage, "s").resources == made.resources and made.gpus == 4
+    file = tmp_path / "sweeps" / "s" / "sweep.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"defaults": 2}))
+    before = plans.saved_sweep(storage, "s", trust=True)
+    assert (before.config.rollout.num_engines, before.gpus) == (1, 3)
+    assert before.config.rollout.resources_per_engine == given["rollout"]["resources_per_engine"]
+
+
 def test_a_sweep_whose_record_begins_with_a_resume_names_the_original_of_its_space(tmp_path: Path) -> None:
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
     created(SweepPlan("s", {"storage": str(tmp_path)}, space), storage)

@@ -24,13 +24,15 @@ class RolloutConfig(ScheduledSection):
     CHANGING: ClassVar[tuple[str, ...]] = ("temperature", "top_p", "min_p")
 
     num_engines: PositiveInt = 1
-    """number of vLLM engines, each in its own actor"""
+    """number of vLLM engines, each in its own actor; unset: 1, with scaling.use_gpu scaling.num_workers divided by
+    tensor_parallel"""
     resources_per_engine: Resources = Field(default_factory=lambda: {"CPU": 0.5})
-    """resources that Ray reserves for each engine, e.g. {CPU: 1, GPU: 1}"""
+    """resources that Ray reserves for each engine, e.g. {CPU: 1, GPU: 1}; unset: {CPU: 0.5}, with scaling.use_gpu and
+    placement separate CPU: 1 and as many GPUs as tensor_parallel. GPU: 0 is for engines on CPUs beside such workers"""
     label_selector: dict[str, str] = Field(default_factory=dict)
     """labels that the nodes of the engines must have; see scaling.label_selector"""
     tensor_parallel: PositiveInt = 1
-    """GPUs that each engine's model is split over; resources_per_engine.GPU must be the same number"""
+    """GPUs that each engine's model is split over; a resources_per_engine.GPU that is given must be the same number"""
     transport: TransportName = "auto"
     """how weights reach the engines. auto: CUDA IPC on the same GPU, shared memory on the same CPU node, NCCL to other
     GPUs, otherwise Ray's object store; object_store, gloo: for all engines, where NCCL or CUDA IPC do not work"""
