@@ -34,7 +34,8 @@ def test_defaults_follow_the_changes_of_a_pair(tmp_path: Path) -> None:
     assert pairs.pair_of(run, 10, 5, changes)[1].changes == changes
     # The dtype would follow, but cannot change within a run.
     run = run_of(tmp_path, "c", model__path="org/name")
-    assert pairs.pair_of(run, 10, 5, {"scaling.use_gpu": True})[1].changes == {"scaling.use_gpu": True}
+    on_gpus = {"scaling.use_gpu": True, "rollout.resources_per_engine": {"CPU": 1.0, "GPU": 1.0}}
+    assert pairs.pair_of(run, 10, 5, {"scaling.use_gpu": True})[1].changes == on_gpus
 
 
 def test_defaults_follow_what_trials_of_a_branched_sweep_vary(tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def test_a_new_run_takes_the_defaults_that_follow_what_it_is_given(
     of_dtype = ", model.dtype bfloat16" if dtype == "bfloat16" else ""
     assert capsys.readouterr().out == (
         "defaults that follow what was given: algorithm.aggregation sequence_mean, algorithm.clip_high 0.0004"
-        f"{of_dtype}\n"
+        f"{of_dtype}, rollout.resources_per_engine {{'CPU': 1.0, 'GPU': 1.0}}\n"
     )
     plain = train.new_config(None, {"storage": str(tmp_path)}, "a", trust=True)
     assert (plain.algorithm.clip_high, plain.model.dtype, capsys.readouterr().out) == (0.2, "float32", "")

@@ -44,7 +44,7 @@ def test_the_configs_are_rays_with_the_values_of_rlx(tiny_model: Path, tmp_path:
     given = {
         "scaling__label_selector": {"market": "!spot"}, "scaling__max_failures": 7, "scaling__preemption_grace_s": 9.0,
         "scaling__max_preemption_failures": 2, "scaling__placement_strategy": "SPREAD",
-        "scaling__accelerator_type": "H200",
+        "scaling__accelerator_type": "H200", "rollout__resources_per_engine.GPU": 1,
     }  # fmt: skip
     config = small(tiny_model, tmp_path, "configs", scaling__use_gpu=True, **given)
     prepared = preflight.PreparedRun(config, str(tiny_model), plan_resources(config))
