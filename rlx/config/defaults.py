@@ -45,7 +45,7 @@ def following_defaults(
 def _engines_on_gpus(scaling: ScalingConfig, rollout: RolloutConfig) -> dict[str, Any]:
     """As many GPUs for engines as there are workers, and one engine on each, or on those that it is split over.
 
-    Two engines that share what one would have take 1.11 times as long to draw a step, three 1.34 times
+    Two engines that share what one would have take 1.09 times as long to draw a step, three 1.32 times
     (docs/performance.md).
     """
     if rollout.placement == "colocated":
