@@ -264,7 +264,7 @@ def judge(kind: Kind, seeds: int, questions: int, sweeps: int) -> Sayings:
 def _listen(sayings: Sayings, right: NDArray[np.float64], means: NDArray[np.float64], best: int) -> None:
     """Adds what the analysis says of a sweep, [settings, seeds, questions]."""
     values = right.mean(axis=2)
-    winner = corrected_best(values)
+    winner = corrected_best(values, 1.0)
     top = winner.setting
     gaps = {other: crossed_mean(right[top] - right[other]) for other in range(len(means)) if other != top}
     chances = dict(zip(gaps, holm([gap.chance for gap in gaps.values()]), strict=True))

@@ -10,11 +10,12 @@ import pandas as pd
 import yaml
 
 from rlx.analysis.loading import WATCHED, Setting, Sweep, Trial
+from rlx.analysis.statistics import Group, group_trials
 from rlx.config.experiment import over_experiment
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections.base import flatten
-from rlx.config.sweep import DEFAULT_METRIC
+from rlx.config.sweep import DEFAULT_METRIC, Mode
 from rlx.tracking.services import mlflow
 
 BASE = {
@@ -114,3 +115,7 @@ def sweep(*trials: Trial, name: str = "s", num_questions: int | None = None) -> 
     return Sweep(
         name, "run", tuple(trials[0].settings), WATCHED, trials, {"search": "random", "steps": "10"}, num_questions
     )
+
+
+def groups_of(found: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max", by: str | None = None) -> list[Group]:
+    return group_trials(found, metric, mode, by)

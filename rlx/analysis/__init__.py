@@ -9,6 +9,6 @@ Example:
     from rlx.analysis.sentences import summary_sentence
     from rlx.analysis.statistics import group_trials
 
-    settings = group_trials(load_sweep("sqlite:///storage/mlflow.db", "rlx"))
-    print(summary_sentence(settings))
+    sweep = load_sweep("sqlite:///storage/mlflow.db", "rlx")
+    print(summary_sentence(group_trials(sweep, sweep.metric, sweep.mode), sweep.metric))
 """

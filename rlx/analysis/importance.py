@@ -27,7 +27,7 @@ MIN_GROUPS = 12
 _ALIKE = "all settings have the same result, or nearly"
 
 
-def importance(groups: Sequence[Group], mode: Mode = "max") -> dict[str, float]:
+def importance(groups: Sequence[Group], mode: Mode) -> dict[str, float]:
     """The share of each varied setting by its dotted key, largest first; they add up to 1. It is deterministic.
 
     Raises:

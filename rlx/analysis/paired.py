@@ -78,7 +78,8 @@ def deficits(values: Values, looks: int = 1) -> list[Deficit]:
         np.fill_diagonal(table, -np.inf)  # a setting is no other
     chances, leaders = _chances(values, needed.max(axis=1)), means.argmax(axis=1)
     quantile = float(stdtrit(count - 1, 1 - share_of_look(looks) * (1 - LEVEL) / 2))
-    widths, lucks = quantile * errors, [corrected_best(np.delete(values, i, axis=0)).luck for i in range(len(values))]
+    widths = quantile * errors
+    lucks = [corrected_best(np.delete(values, i, axis=0), 1.0).luck for i in range(len(values))]
     return [
         Deficit(float(means[i, leader]), float(widths[i, leader]), lucks[i], float(chances[i]), int(leader))
         for i, leader in enumerate(leaders)

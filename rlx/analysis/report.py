@@ -26,7 +26,7 @@ from rlx.config.experiment import with_experiment
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections.base import Section, flatten
-from rlx.config.sweep import DEFAULT_METRIC, Mode
+from rlx.config.sweep import Mode
 from rlx.storage.filesystem import StorageError, replace_file
 from rlx.tracking.services import mlflow
 
@@ -50,30 +50,31 @@ def write_report(
     sweep: Sweep,
     folder: Path,
     uri: str,
-    metric: str = DEFAULT_METRIC,
-    mode: Mode = "max",
-    compared: Mapping[str, Sequence[Group]] | None = None,
-    evidence: Evidence | None = None,
+    metric: str,
+    mode: Mode,
+    compared: Mapping[str, Sequence[Group]],
+    evidence: Evidence,
     withheld: Withheld = withhold_nothing,
 ) -> list[Path]:
     """Writes tables, pictures and the page into a folder and stores them with the MLflow run of the sweep.
 
     The run also gets the result in one sentence as its description, and the mean of the best setting as its metric,
     unless the analysis is by another metric than the sweep's own: its files have a folder of their own in MLflow, too.
-    `compared` (`comparisons`) and `evidence` (`evidence_of`) are worked out if they are not given; for `withheld` see
-    `best_yaml`.
+
+    Args:
+        compared: see `comparisons`.
+        evidence: see `evidence_of`.
+        withheld: see `best_yaml`.
 
     Returns:
         The paths of the files.
 
     Raises:
-        ConfigError: the metric was not loaded.
         StorageError: the folder cannot be written; files of an earlier analysis are still there.
     """
     from rlx.analysis.page import sections  # imports plotly, which is slow
 
-    compared = compared or comparisons(sweep, metric, mode)
-    settings, evidence = compared[SETTINGS], evidence or evidence_of(sweep, compared, uri, metric, mode)
+    settings = compared[SETTINGS]
     recipe = best_yaml(sweep, settings, uri, withheld)
     texts = {
         "analysis.html": sections.render(sweep, compared, evidence, recipe, uri, metric, mode),
@@ -102,7 +103,7 @@ def other_place(sweep: Sweep, metric: str, mode: Mode) -> str:
 
 
 def comparisons(
-    sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max", by: str | None = None, against: Sweep | None = None
+    sweep: Sweep, metric: str, mode: Mode, by: str | None = None, against: Sweep | None = None
 ) -> dict[str, list[Group]]:
     """The groups to compare by the title of the comparison, each list best first: always the settings of the sweep.
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from rlx.analysis.statistics import Group, difference
 from rlx.analysis.style import as_text
-from rlx.config.sweep import DEFAULT_METRIC
 
 
-def summary_sentence(groups: Sequence[Group], metric: str = DEFAULT_METRIC) -> str:
+def summary_sentence(groups: Sequence[Group], metric: str) -> str:
     """States which setting is first and by how much. It wins only if its interval does not overlap the next one's.
 
     Args:

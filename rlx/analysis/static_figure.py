@@ -18,13 +18,12 @@ from matplotlib.ticker import MaxNLocator
 from rlx.analysis.ranges import axis_of_curves, axis_of_values, natural_range, reach
 from rlx.analysis.statistics import Group, mean_curve
 from rlx.analysis.style import NUM_BANDS, colors
-from rlx.config.sweep import DEFAULT_METRIC
 
 _MAX_INTERVALS = 20  # groups whose final values fit into the figure
 _LABEL_WIDTH = 48  # characters of a line
 
 
-def draw(groups: Sequence[Group], title: str, metric: str = DEFAULT_METRIC) -> Figure:
+def draw(groups: Sequence[Group], title: str, metric: str) -> Figure:
     """Draws the mean curves of the groups, and beside them the final value of each run with means and intervals.
 
     The best few curves have their intervals as bands. Groups without values are left out.

@@ -25,10 +25,8 @@ from scipy.special import stdtrit
 from rlx.analysis.loading import Setting, Sweep, Trial, check_metric
 from rlx.analysis.style import settings_labels
 from rlx.config.errors import ConfigError, nearest
-from rlx.config.sweep import DEFAULT_METRIC, Mode
+from rlx.config.sweep import Mode
 from rlx.tracking.base import RunStatus
-
-"""which end of a metric is good"""
 
 LEVEL = 0.95
 SEED = "seed"
@@ -177,7 +175,7 @@ def best_value(trial: Trial, metric: str, mode: Mode) -> float:
     return float(curve.max() if mode == "max" else curve.min())
 
 
-def rank_trials(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max") -> list[Trial]:
+def rank_trials(sweep: Sweep, metric: str, mode: Mode) -> list[Trial]:
     """The trials by their final value, best first, then by their best value; then trials without the metric, those that
     were cut, and last those that failed."""
     sign = -1.0 if mode == "max" else 1.0
@@ -193,7 +191,7 @@ def rank_trials(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max") 
 # Groups
 
 
-def group_trials(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max", by: str | None = None) -> list[Group]:
+def group_trials(sweep: Sweep, metric: str, mode: Mode, by: str | None = None) -> list[Group]:
     """The settings of a sweep as groups, best mean first; then those of which a trial failed, and last those without a
     value.
 
@@ -222,7 +220,7 @@ def group_trials(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max",
     return ranked if by else sorted(ranked, key=lambda group: (not group.values, group.has_failed))
 
 
-def best_first(groups: Iterable[Group], mode: Mode = "max") -> list[Group]:
+def best_first(groups: Iterable[Group], mode: Mode) -> list[Group]:
     """Groups by their means, groups without a mean last; equal ones keep their order."""
     sign = -1 if mode == "max" else 1
     return sorted(groups, key=lambda group: (math.isnan(group.mean), sign * group.mean))

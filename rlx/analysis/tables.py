@@ -15,7 +15,7 @@ from rich.table import Table
 from rlx.analysis.loading import Sweep
 from rlx.analysis.statistics import Group, best_value, final_value, rank_trials
 from rlx.analysis.style import as_text, progress_text, setting_text, short_names, short_texts
-from rlx.config.sweep import DEFAULT_METRIC, Mode
+from rlx.config.sweep import Mode
 from rlx.tracking.base import RunStatus
 from rlx.tracking.console import plain_console, table_text
 
@@ -52,7 +52,7 @@ def mean_seconds(group: Group) -> float:
     return _mean([trial.seconds for trial in group.ended])
 
 
-def trial_table(sweep: Sweep, metric: str = DEFAULT_METRIC, mode: Mode = "max") -> pd.DataFrame:
+def trial_table(sweep: Sweep, metric: str, mode: Mode) -> pd.DataFrame:
     """One row per trial, in the order of `rank_trials`: name, varied settings, final, best and first value, cost,
     status, why it failed."""
     rows = [

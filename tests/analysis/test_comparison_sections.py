@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from outcome_cases import keep, log_judged_sweep
-from sweep_cases import sweep, trial
+from sweep_cases import groups_of, sweep, trial
 
 from rlx.analysis import loading
 from rlx.analysis.comparison.evidence import Evidence, flips_of, known_spread, weigh
@@ -22,7 +22,7 @@ from rlx.analysis.comparison.rungs import rung_standings
 from rlx.analysis.comparison.wording import gap_sentence, interval_text, sweep_verdict
 from rlx.analysis.loading import Sweep
 from rlx.analysis.page import comparison_figures, comparison_sections
-from rlx.analysis.statistics import Group, group_trials
+from rlx.analysis.statistics import Group
 from rlx.config.sweep import DEFAULT_METRIC
 from rlx.samples.columns import COLUMNS
 from rlx.tracking.services import mlflow
@@ -69,7 +69,7 @@ def store(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> tup
 @pytest.fixture(scope="module")
 def found(store: tuple[str, Path]) -> tuple[Sweep, list[Group], Evidence]:
     read = loading.load_sweep(store[0], "rlx", "race")
-    groups = group_trials(read)
+    groups = groups_of(read)
     return read, groups, weigh(store[0], groups, DEFAULT_METRIC, "max")
 
 
@@ -129,9 +129,9 @@ def test_the_page_pairs_settings_with_the_best(found: Found) -> None:
 
 
 def test_runs_of_one_seed_without_questions_have_no_interval_to_show() -> None:
-    groups = group_trials(sweep(trial(0, {LR: 1.0}, {4: 0.5}), trial(1, {LR: 2.0}, {4: 0.4})))
+    groups = groups_of(sweep(trial(0, {LR: 1.0}, {4: 0.5}), trial(1, {LR: 2.0}, {4: 0.4})))
     runs = [[EvaluatedRun(group.ended[0], DEFAULT_METRIC, None)] for group in groups]
-    pair = paired_gap((groups[0], groups[1]), (runs[0], runs[1]))
+    pair = paired_gap((groups[0], groups[1]), (runs[0], runs[1]), 1.0)
     assert pair is not None and math.isnan(pair.gap.half_width) and not pair.is_shown
     assert comparison_sections.paired(groups, Evidence([pair])) == []
     assert gap_sentence(pair) == "actor_lr 1 and actor_lr 2 differ by 0.1 on one seed: no interval."
@@ -196,7 +196,7 @@ def test_settings_are_compared_at_equal_tokens_where_rungs_are_in_tokens() -> No
     for each in runs[2:]:
         each.history["tokens/total"] /= 2
     judged = replace(sweep(*runs), rung_by="tokens")
-    groups = group_trials(judged)
+    groups = groups_of(judged)
     standings = rung_standings(judged, groups, DEFAULT_METRIC, "max")
     assert [each.at for each in standings] == [64, 64, 128, 128]
     assert [each.is_out for each in standings[:2]] == [False, False]
@@ -208,15 +208,15 @@ def test_settings_are_compared_at_equal_tokens_where_rungs_are_in_tokens() -> No
 
 def test_two_sweeps_are_compared_as_they_ended() -> None:
     """One of ten steps against one of four: at step 4 the first was behind. Step 0 is no evidence."""
-    groups = group_trials(sweep(trial(0, {LR: 1.0}, {0: 0.1, 4: 0.2, 10: 0.9}), trial(1, {LR: 2.0}, {0: 0.1, 4: 0.5})))
+    groups = groups_of(sweep(trial(0, {LR: 1.0}, {0: 0.1, 4: 0.2, 10: 0.9}), trial(1, {LR: 2.0}, {0: 0.1, 4: 0.5})))
     sides = tuple([EvaluatedRun(group.ended[0], DEFAULT_METRIC, None)] for group in groups)
     pair = groups[0], groups[1]
-    ends, common = (paired_gap(pair, sides, at_ends=each) for each in (True, False))  # type: ignore[arg-type]
+    ends, common = (paired_gap(pair, sides, 1.0, at_ends=each) for each in (True, False))  # type: ignore[arg-type]
     assert ends is not None and (ends.steps, ends.gap.value) == ((10, 4), pytest.approx(0.4))
     assert common is not None and (common.steps, common.gap.value) == ((4, 4), pytest.approx(-0.3))
-    untrained = group_trials(sweep(trial(0, {LR: 1.0}, {0: 0.1}), trial(1, {LR: 2.0}, {0: 0.2})))
+    untrained = groups_of(sweep(trial(0, {LR: 1.0}, {0: 0.1}), trial(1, {LR: 2.0}, {0: 0.2})))
     sides = tuple([EvaluatedRun(group.ended[0], DEFAULT_METRIC, None)] for group in untrained)
-    assert paired_gap((untrained[0], untrained[1]), sides) is None  # type: ignore[arg-type]
+    assert paired_gap((untrained[0], untrained[1]), sides, 1.0) is None  # type: ignore[arg-type]
 
 
 def test_lineage_is_shown_where_trials_continued_from_others() -> None:
@@ -238,7 +238,7 @@ def test_a_folder_that_is_gone_leaves_the_logged_means(store: tuple[str, Path], 
     uri, folder = store
     log_judged_sweep(uri, folder, "gone", [{LR: 1.0}], [[{4: judged(0.5, 0)}, {4: judged(0.5, 1)}]], [LR])
     shutil.rmtree(folder / "gone")
-    group = group_trials(loading.load_sweep(uri, "rlx", "gone"))[0]
+    group = groups_of(loading.load_sweep(uri, "rlx", "gone"))[0]
     runs = evaluated_runs(uri, group, DEFAULT_METRIC)
     assert [run.values(4) for run in runs] == [{}, {}]
     assert [run.mean(4)["all questions"] for run in runs] == pytest.approx([0.5, 31 / 60])

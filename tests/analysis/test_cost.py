@@ -3,11 +3,10 @@
 import math
 
 import pytest
-from sweep_cases import sweep, trial
+from sweep_cases import groups_of, sweep, trial
 
 from rlx.analysis.comparison.cost import Amount, Cost, run_cost, spent, spent_line
 from rlx.analysis.page import comparison_figures, figures
-from rlx.analysis.statistics import group_trials
 from rlx.config.errors import ConfigError
 from rlx.config.sweep import DEFAULT_METRIC
 
@@ -82,8 +81,8 @@ def test_a_branch_has_not_spent_what_its_parent_did() -> None:
 def test_settings_that_nobody_beats_are_marked() -> None:
     """The first is best and took the fewest seconds, the second took fewer tokens, the third is worse in all."""
     runs = (trial(0, {LR: 1.0}, {2: 0.5, 4: 0.6}), trial(1, {LR: 2.0}, {2: 0.4}), trial(3, {LR: 3.0}, {2: 0.1}))
-    groups = group_trials(sweep(*runs))
-    tokens, seconds = figures.costs(groups, DEFAULT_METRIC).data
+    groups = groups_of(sweep(*runs))
+    tokens, seconds = figures.costs(groups, DEFAULT_METRIC, "max").data
     assert list(tokens.marker.symbol) == ["diamond", "diamond", "circle"]
     assert list(tokens.x) == [400, 200, 200] and list(seconds.x) == pytest.approx([10, 11, 13])
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from outcome_cases import keep, log_judged_sweep, outcomes
-from sweep_cases import sweep, trial
+from sweep_cases import groups_of, sweep, trial
 
 from rlx.analysis import loading, report
 from rlx.analysis.comparison import evidence as weighing
@@ -25,7 +25,6 @@ from rlx.analysis.comparison.power import ASSUMED, options
 from rlx.analysis.comparison.rungs import rung_standings
 from rlx.analysis.comparison.wording import gap_sentence, plan_lines, sweep_verdict
 from rlx.analysis.paired import deficits
-from rlx.analysis.statistics import group_trials
 from rlx.cli.sweep import write_analysis
 from rlx.config.run import RunConfig
 from rlx.config.sweep import DEFAULT_METRIC
@@ -69,7 +68,7 @@ def uri(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> str:
 
 def loaded(uri: str, name: str = "judged") -> Any:
     found = loading.load_sweep(uri, "rlx", name)
-    return found, group_trials(found)
+    return found, groups_of(found)
 
 
 @pytest.mark.slow
@@ -274,7 +273,9 @@ def test_numbers_are_kept_for_other_programs(uri: str) -> None:
 @pytest.mark.slow
 def test_two_sweeps_are_paired_by_their_questions(uri: str, tmp_path: Path) -> None:
     first, other = loaded(uri)[0], loaded(uri, "other")[0]
-    report.write_report(first, tmp_path, uri, compared=report.comparisons(first, against=other))
+    compared = report.comparisons(first, DEFAULT_METRIC, "max", against=other)
+    evidence = report.evidence_of(first, compared, uri, DEFAULT_METRIC, "max")
+    report.write_report(first, tmp_path, uri, DEFAULT_METRIC, "max", compared, evidence)
     html = (tmp_path / "analysis.html").read_text()
     assert "against other: actor_lr 0.0005: 0.19 (95 %:" in html
     headings = (
@@ -289,7 +290,7 @@ def test_two_sweeps_are_paired_by_their_questions(uri: str, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_the_best_of_several_needs_more_to_be_ahead_of_another_sweep(uri: str) -> None:
     first, other = loaded(uri)[0], loaded(uri, "other")[0]
-    pair = report.comparisons(first, against=other)["against other"]
+    pair = report.comparisons(first, DEFAULT_METRIC, "max", against=other)["against other"]
     alone, chosen = (
         weighing.between(uri, *(replace(group, chosen_from=count) for group in pair), DEFAULT_METRIC, "max")
         for count in (1, 3)
@@ -314,7 +315,7 @@ def test_settings_on_the_same_seeds_that_went_to_the_end_are_compared() -> None:
         for seed in range(2)
     ]
     stopped = trial(9, {LR: 7.0, "seed": 0}, {2: 0.9}, stopped_at=2)
-    groups, values = seed_table(group_trials(sweep(*trials, stopped)), DEFAULT_METRIC)
+    groups, values = seed_table(groups_of(sweep(*trials, stopped)), DEFAULT_METRIC)
     assert [group.settings[LR] for group in groups] == [1.0, 0.0]
     assert values == pytest.approx(np.array([[0.1, 0.11], [0.0, 0.01]]))
 
@@ -326,10 +327,10 @@ def test_a_trial_that_was_stopped_did_not_go_to_the_end_though_it_has_logged_the
         for seed in range(2)
     ]
     trials[5] = replace(trials[5], stopped_at=3)
-    groups, _ = seed_table(group_trials(sweep(*trials)), DEFAULT_METRIC)
+    groups, _ = seed_table(groups_of(sweep(*trials)), DEFAULT_METRIC)
     assert [group.settings[LR] for group in groups] == [1.0, 0.0]
     trials = [*trials[:4], *(replace(each, stopped_at=4) for each in trials[4:])]
-    groups, _ = seed_table(group_trials(sweep(*trials)), DEFAULT_METRIC)
+    groups, _ = seed_table(groups_of(sweep(*trials)), DEFAULT_METRIC)
     assert [group.settings[LR] for group in groups] == [1.0, 0.0]
 
 
@@ -338,7 +339,7 @@ def test_a_setting_is_out_at_the_rung_where_it_was_judged_though_a_seed_ended_la
     trials = [trial(n, {LR: float(n // 2), "seed": n % 2}, curve) for n, curve in curves.items()]
     stopped = [replace(each, stopped_at=2 + each.settings["seed"]) for each in trials[2:]]  # type: ignore[operator]
     found = sweep(*trials[:2], *stopped)
-    standings = rung_standings(found, group_trials(found), DEFAULT_METRIC, "max")
+    standings = rung_standings(found, groups_of(found), DEFAULT_METRIC, "max")
     assert [(each.at, each.is_out) for each in standings] == [(2, False), (2, True)]
 
 
@@ -364,7 +365,7 @@ def test_intervals_and_chances_of_a_race_pay_for_the_rungs_before(uri: str) -> N
     for each, looks in ((found, 1), (race, 2)):
         standing = rung_standings(each, groups, DEFAULT_METRIC, "max")[3]
         assert standing.ends == pytest.approx(deficits(last, looks)[0].ends)
-    compared = report.comparisons(found)
+    compared = report.comparisons(found, DEFAULT_METRIC, "max")
     once, paid = (report.evidence_of(each, compared, uri, DEFAULT_METRIC, "max").gaps for each in (found, race))
     assert paid[0].gap.half_width == pytest.approx(half_width(once[0].gap.parts, 0.1 / 3))
     assert paid[1].gap == once[1].gap  # at step 2, the first look
@@ -380,7 +381,7 @@ def test_a_run_whose_value_is_infinite_is_not_compared() -> None:
         for seed, value in enumerate(row)
     ]
     found = replace(sweep(*trials), rungs=(4,))
-    groups = group_trials(found, mode="min")
+    groups = groups_of(found, mode="min")
     assert seed_table(groups, DEFAULT_METRIC)[1].tolist() == [values[2], values[0]]
     standings = rung_standings(found, groups, DEFAULT_METRIC, "min")
     assert [(each.seeds, math.isfinite(each.behind)) for each in standings] == [(2, True)] * 3

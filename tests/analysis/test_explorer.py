@@ -5,11 +5,10 @@ from dataclasses import asdict
 
 import pandas as pd
 import pytest
-from sweep_cases import sweep, trial
+from sweep_cases import groups_of, sweep, trial
 
 from rlx.analysis.page import explorer
 from rlx.analysis.page.explorer import Explorer, MetricCurve, gather_curves
-from rlx.analysis.statistics import group_trials
 
 LR = "train.actor_lr"
 
@@ -56,7 +55,7 @@ def test_many_trials_and_metrics_stay_below_some_megabytes() -> None:
 
 
 def test_of_very_many_trials_the_best_are_shown() -> None:
-    groups = group_trials(sweep(*(trial(i, {LR: float(i)}, {9: 0.01 * i}) for i in range(explorer.MAX_TRIALS + 5))))
+    groups = groups_of(sweep(*(trial(i, {LR: float(i)}, {9: 0.01 * i}) for i in range(explorer.MAX_TRIALS + 5))))
     shown = explorer.shown_trials(groups)
     assert len(shown) == explorer.MAX_TRIALS
     assert shown[0].name == f"trial_{explorer.MAX_TRIALS + 4:05d}"
@@ -64,7 +63,7 @@ def test_of_very_many_trials_the_best_are_shown() -> None:
 
 def test_the_first_metric_is_drawn_with_a_line_per_trial_and_a_name_per_setting() -> None:
     runs = [(1.0, 0, 0.2), (2.0, 0, 0.7), (1.0, 1, 0.4)]
-    groups = group_trials(sweep(*(trial(i, {LR: lr, "seed": s}, {9: v}) for i, (lr, s, v) in enumerate(runs))))
+    groups = groups_of(sweep(*(trial(i, {LR: lr, "seed": s}, {9: v}) for i, (lr, s, v) in enumerate(runs))))
     data = gather_curves([FIRST, history([0]), SECOND.rename(columns={"eval/reward": "kl/ref"})])
     figure = explorer.draw_first(groups, data)
     assert figure.layout.yaxis.title.text == "kl/ref"

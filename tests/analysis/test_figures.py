@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 import pytest
-from sweep_cases import sweep, trial
+from sweep_cases import groups_of, sweep, trial
 
 from rlx.analysis.page import comparison_figures, explorer, figures, layout, trial_figures
 from rlx.analysis.progress import best_so_far, find_rungs
-from rlx.analysis.statistics import group_trials
 from rlx.analysis.style import NUM_BANDS
 from rlx.config.sweep import DEFAULT_METRIC
 
@@ -21,7 +20,7 @@ LRS = [1e-5, 3e-5, 8e-5, 2e-4, 5e-4, 9e-4, 1e-3]
 
 def settings_of(seeds: int = 2) -> list:
     """Seven settings, the better the higher the learning rate; seeds differ by 0.02."""
-    return group_trials(
+    return groups_of(
         sweep(
             *(
                 trial(
@@ -50,7 +49,7 @@ def wide_interval(metric: str = DEFAULT_METRIC) -> list:
     several = sweep(*(trial(i, {LR: lr, "seed": seed}, {0: 0.3, 9: value}) for i, (lr, seed, value) in enumerate(runs)))
     for each in several.trials:
         each.history[metric] = each.history[DEFAULT_METRIC]
-    return group_trials(several, metric)
+    return groups_of(several, metric)
 
 
 def test_intervals_are_drawn_up_to_the_ends_of_the_metric_and_named_in_full() -> None:
@@ -69,7 +68,7 @@ def test_a_wide_interval_does_not_hide_the_points() -> None:
         expected = pytest.approx((lowest, 0.8), abs=0.05)
         assert figures.intervals(wide_interval(metric), metric).layout.xaxis.range == expected
         assert figures.slices(wide_interval(metric), metric).layout.yaxis.range == expected
-        assert figures.costs(wide_interval(metric), metric).layout.yaxis.range == expected
+        assert figures.costs(wide_interval(metric), metric, "max").layout.yaxis.range == expected
     low, high = figures.curves(wide_interval(), DEFAULT_METRIC).layout.yaxis.range  # means from 0.25 to 0.3
     assert (low, high) == pytest.approx((0.15, 0.4), abs=0.02)
 
@@ -134,7 +133,7 @@ def test_slices_have_a_panel_per_varied_setting() -> None:
 def test_slices_leave_the_marks_of_texts_to_plotly_which_leaves_out_those_that_overlap() -> None:
     paths = [f"/data/prompts/{i:02d}/questions_of_training.jsonl" for i in range(40)]
     figure = figures.slices(
-        group_trials(sweep(*(trial(i, {"a": p}, {9: 0.1}) for i, p in enumerate(paths)))), DEFAULT_METRIC
+        groups_of(sweep(*(trial(i, {"a": p}, {9: 0.1}) for i, p in enumerate(paths)))), DEFAULT_METRIC
     )
     axis = figure.layout.xaxis
     assert axis.tickvals is None and list(axis.categoryarray) == list(figure.data[0].x)
@@ -143,7 +142,7 @@ def test_slices_leave_the_marks_of_texts_to_plotly_which_leaves_out_those_that_o
 
 def test_four_slices_are_two_by_two() -> None:
     keys = ("a", "b", "c", "d")
-    groups = group_trials(sweep(*(trial(i, {key: float(i) for key in keys}, {9: 0.1 * i}) for i in range(3))))
+    groups = groups_of(sweep(*(trial(i, {key: float(i) for key in keys}, {9: 0.1 * i}) for i in range(3))))
     figure = figures.slices(groups, DEFAULT_METRIC)
     assert [(axis.domain[0] > 0.5) for axis in figure.select_xaxes()] == [False, True, False, True]
     assert len({axis.domain for axis in figure.select_yaxes()}) == 2
@@ -160,7 +159,7 @@ def test_legends_lie_below_the_axis_title(count: int) -> None:
 
 
 def test_cost_is_the_mean_of_the_runs() -> None:
-    tokens, seconds = figures.costs(settings_of(), DEFAULT_METRIC).data
+    tokens, seconds = figures.costs(settings_of(), DEFAULT_METRIC, "max").data
     assert set(tokens.x) == {900.0}
     assert list(seconds.x) == [10.0 + i for i in reversed(range(7))]
 
@@ -232,7 +231,7 @@ def test_every_figure_has_its_data() -> None:
 def test_few_steps_and_trials_have_a_mark_each() -> None:
     """Plotly would set marks at halves, and write those of trials as 1, 2, 2, 3, 3."""
     few = sweep(*(trial(i, {LR: 10.0**-i, "seed": 0}, {0: 0.1, 4: 0.2}, stopped_at=4) for i in range(4)))
-    groups, rungs = group_trials(few), find_rungs(few, DEFAULT_METRIC)
+    groups, rungs = groups_of(few), find_rungs(few, DEFAULT_METRIC)
     drawn = [
         trial_figures.best_values(best_so_far(few, DEFAULT_METRIC, "max"), DEFAULT_METRIC),
         trial_figures.stops(few, rungs, DEFAULT_METRIC),

@@ -12,6 +12,7 @@ from sweep_cases import BASE, Run, config, log_run, log_sweep, open_run
 from rlx.analysis import loading, tables
 from rlx.config.errors import ConfigError, printable
 from rlx.config.sections.base import flatten
+from rlx.config.sweep import DEFAULT_METRIC
 from rlx.tracking.base import TrackedRun
 from rlx.tracking.services import mlflow
 
@@ -69,7 +70,7 @@ def test_a_sweep_is_read_with_its_trials_in_order(sweep: loading.Sweep) -> None:
     assert [trial.seconds for trial in sweep.trials] == pytest.approx([8.5, 4.5, math.nan], nan_ok=True)
     assert [trial.stopped_at for trial in sweep.trials] == [None, 2, None]
     assert [trial.error for trial in sweep.trials] == ["", "", "no memory"]
-    assert tables.trial_table(sweep)["error"].tolist() == ["", "", "no memory"]
+    assert tables.trial_table(sweep, DEFAULT_METRIC, "max")["error"].tolist() == ["", "", "no memory"]
 
 
 def test_the_recorded_options_are_read(sweep: loading.Sweep) -> None:

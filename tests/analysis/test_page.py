@@ -11,13 +11,12 @@ from pathlib import Path
 import pandas as pd
 import plotly.graph_objects as go
 import pytest
-from sweep_cases import sweep, trial
+from sweep_cases import groups_of, sweep, trial
 
 from rlx.analysis import progress
 from rlx.analysis.page import explorer, figures, html, sections, trial_figures
 from rlx.analysis.page.explorer import Explorer, MetricChoice, MetricCurve
 from rlx.analysis.page.html import PageSection
-from rlx.analysis.statistics import group_trials
 from rlx.config.sweep import DEFAULT_METRIC
 from rlx.tracking.metrics import METRICS
 
@@ -70,7 +69,7 @@ def test_texts_of_settings_are_no_markup_in_figures() -> None:
     """Every string of every figure is either a text without markup, or has line breaks of the figure's own."""
     prompts = ["Use <b>bold</b> & <a>.", "First,<br>then <i>2</i>."]
     tried = sweep(*(trial(i, {"data.system_prompt": each}, {0: 0.1, 9: 0.5}) for i, each in enumerate(prompts)))
-    groups, history = group_trials(tried), progress.best_so_far(tried, DEFAULT_METRIC, "max")
+    groups, history = groups_of(tried), progress.best_so_far(tried, DEFAULT_METRIC, "max")
     drawn = [
         figures.intervals(groups, DEFAULT_METRIC),
         figures.curves(groups, DEFAULT_METRIC),
@@ -165,7 +164,7 @@ document.title = JSON.stringify(seen);
 def test_a_browser_sorts_filters_and_selects(tmp_path: Path) -> None:
     histories = [pd.DataFrame({"reward/mean": [0.1, 0.2], "kl/ref": [0.3, 0.4]}, index=[1, 2])]
     data = explorer.gather_curves(histories)
-    groups = group_trials(sweep(trial(0, {LR: 1.0}, {9: 0.5})))
+    groups = groups_of(sweep(trial(0, {LR: 1.0}, {9: 0.5})))
     table = pd.DataFrame({"n": [0.1, None, 1e-5, 0.1004], "t": ["a2 x", "a10 x", None, "a1 x"]})
     selector = PageSection("metrics", figure=explorer.draw_first(groups, data), explorer=data)
     page = rendered(selector, PageSection("table", table=table))

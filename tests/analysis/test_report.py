@@ -16,17 +16,19 @@ import pytest
 import s3
 import yaml
 from plotly.offline import get_plotlyjs
-from sweep_cases import BASE, Run, config, log_sweep
+from sweep_cases import BASE, Run, config, groups_of, log_sweep
 
 from rlx.analysis import loading, report, tables
 from rlx.analysis.importance import MIN_GROUPS
+from rlx.analysis.loading import Sweep
 from rlx.analysis.sentences import summary_sentence
-from rlx.analysis.statistics import group_trials
+from rlx.analysis.statistics import Group
 from rlx.cli import analyze
 from rlx.config.errors import ConfigError
 from rlx.config.experiment import with_experiment
 from rlx.config.loading import from_tree, read_yaml
 from rlx.config.sections.base import flatten
+from rlx.config.sweep import DEFAULT_METRIC
 from rlx.storage.filesystem import StorageError
 from rlx.tracking.services import mlflow
 
@@ -50,6 +52,16 @@ RUNS = [
     *seeds(GRPO, 0.8, 0.82, answers={"is it?": "yes"}),
     *seeds({LR: 1e-3, KIND: "gae"}, 0.2, 0.3, answers={"is it?": "never"}),
 ]
+
+
+def compared(sweep: Sweep, **more: Any) -> dict[str, list[Group]]:
+    return report.comparisons(sweep, DEFAULT_METRIC, "max", **more)
+
+
+def write_report(sweep: Sweep, folder: Path, uri: str, **more: Any) -> list[Path]:
+    groups = compared(sweep, **more)
+    evidence = report.evidence_of(sweep, groups, uri, DEFAULT_METRIC, "max")
+    return report.write_report(sweep, folder, uri, DEFAULT_METRIC, "max", groups, evidence)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +91,7 @@ def written(uri: str, tmp_path_factory: pytest.TempPathFactory) -> Written:
     @functools.cache
     def write(name: str) -> Path:
         folder = tmp_path_factory.mktemp(name)
-        report.write_report(loading.load_sweep(uri, "rlx", name), folder, uri)
+        write_report(loading.load_sweep(uri, "rlx", name), folder, uri)
         return folder
 
     return write
@@ -113,9 +125,9 @@ def test_writes_files_and_stores_them_with_the_sweep(uri: str, written: Written,
     stored = mlflow.artifact_names(uri, loaded.run_id, "analysis")
     assert {Path(file).name for file in stored} == ALWAYS | recipe
     assert len(pd.read_csv(folder / "trials.csv")) == len(loaded.trials)
-    run, settings = mlflow.get_run(uri, loaded.run_id), report.comparisons(loaded)["settings"]
+    run, settings = mlflow.get_run(uri, loaded.run_id), compared(loaded)["settings"]
     luck = "Over many fresh seeds, expect a mean of 0.81 ± 0.14. " if name == "lr" else ""
-    text = f"{summary_sentence(settings)} {luck}analysis/analysis.html has the rest."
+    text = f"{summary_sentence(settings, DEFAULT_METRIC)} {luck}analysis/analysis.html has the rest."
     assert run.tags["mlflow.note.content"] == text
     expected = {"best/eval/accuracy/expected": pytest.approx(0.81)} if name == "lr" else {}
     assert run.metrics == ({"best/eval/accuracy": settings[0].mean} | expected if recipe else {})
@@ -125,7 +137,7 @@ def test_writes_files_and_stores_them_with_the_sweep(uri: str, written: Written,
 
 def test_a_setting_of_which_a_trial_failed_is_not_the_best(uri: str, written: Written) -> None:
     loaded = loading.load_sweep(uri, "rlx", "lost")
-    settings = report.comparisons(loaded)["settings"]
+    settings = compared(loaded)["settings"]
     assert [group.settings[LR] for group in settings] == [1e-4, 1e-3]
     assert yaml.safe_load((written("lost") / "best.yaml").read_text())["train"]["actor_lr"] == 1e-4
     assert mlflow.get_run(uri, loaded.run_id).metrics["best/eval/accuracy"] == pytest.approx(0.35)
@@ -187,7 +199,7 @@ def test_missing_artifacts_are_named_on_the_page(uri: str, tmp_path: Path) -> No
     loaded = loading.load_sweep(uri, "rlx", "bare")
     for trial in loaded.trials:
         shutil.rmtree(mlflow.client(uri).get_run(trial.run_ids[0]).info.artifact_uri.removeprefix("file://"))
-    paths = report.write_report(loaded, tmp_path, uri)
+    paths = write_report(loaded, tmp_path, uri)
     assert {path.name for path in paths} == ALWAYS
     html = (tmp_path / "analysis.html").read_text()
     assert "Not given: MLflow has no prompt that both answered." in html
@@ -197,17 +209,17 @@ def test_missing_artifacts_are_named_on_the_page(uri: str, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_stopped_and_continued_trials_have_a_remark(uri: str, tmp_path: Path) -> None:
     loaded = loading.load_sweep(uri, "rlx", "pbt")
-    table = tables.group_table(group_trials(loaded))
+    table = tables.group_table(groups_of(loaded))
     assert table[["actor_lr", "mean", "notes"]].values.tolist() == [
         [1e-3, 0.9, "continued from trial_1@2"],
         [1e-4, 0.2, "stopped at 2"],
     ]
-    report.write_report(loaded, tmp_path, uri)
+    write_report(loaded, tmp_path, uri)
     html = (tmp_path / "analysis.html").read_text()
     assert "stopped at 2" in html
     assert "The scheduler stopped 1 of 2 at step 2." in html
     assert "Stopped early" in headings(html)
-    report.write_report(replace(loaded, rungs=(1, 2, 4)), tmp_path, uri)  # nobody reached 1, and 4 stopped nobody
+    write_report(replace(loaded, rungs=(1, 2, 4)), tmp_path, uri)  # nobody reached 1, and 4 stopped nobody
     assert "The scheduler stopped 1 of 2 at step 2, none of 1 at step 4." in (tmp_path / "analysis.html").read_text()
     assert len(re.findall(r'<a href="http://127.0.0.1:5000/#/experiments/.*?>trial_1</a>', html)) == 2  # tables
     recipe = (tmp_path / "best.yaml").read_text()
@@ -218,18 +230,21 @@ def test_stopped_and_continued_trials_have_a_remark(uri: str, tmp_path: Path) ->
 @pytest.mark.slow
 def test_values_and_sweeps_are_compared_on_request(uri: str, tmp_path: Path) -> None:
     loaded, other = (loading.load_sweep(uri, "rlx", name) for name in ("lr", "wide"))
-    paths = report.write_report(loaded, tmp_path, uri, compared=report.comparisons(loaded, by=KIND, against=other))
+    paths = write_report(loaded, tmp_path, uri, by=KIND, against=other)
     more = {f"{name}.{kind}" for name in (f"by_{KIND}", "against_wide") for kind in ("md", "png")}
     assert {path.name for path in paths} == ALWAYS | {"best.yaml"} | more
     html = (tmp_path / "analysis.html").read_text()
     assert "actor_lr 0.02048 differ by 0.25 on one seed: no interval." in html.replace("wide: ", "")
     assert {f"Compared by {KIND}", "Compared against wide"} < set(headings(html))
-    bests = report.comparisons(loaded, by=None, against=other)["against wide"]
+    bests = compared(loaded, against=other)["against wide"]
     assert [(best.settings["sweep"], best.mean) for best in bests] == [
         ("lr", pytest.approx(0.81)),
         ("wide", pytest.approx(0.55)),
     ]
-    assert [best.settings["sweep"] for best in report.comparisons(other, mode="min", against=loaded)["against lr"]] == [
+    assert [
+        best.settings["sweep"]
+        for best in report.comparisons(other, DEFAULT_METRIC, "min", against=loaded)["against lr"]
+    ] == [
         "wide",
         "lr",
     ]
@@ -250,7 +265,7 @@ def test_the_best_setting_gives_the_same_config_again(written: Written) -> None:
 @pytest.mark.slow
 def test_settings_that_are_withheld_stand_in_a_comment_alone(uri: str) -> None:
     loaded = loading.load_sweep(uri, "rlx", "lr")
-    settings = report.comparisons(loaded)[report.SETTINGS]
+    settings = compared(loaded)[report.SETTINGS]
     text = report.best_yaml(loaded, settings, uri, lambda trial, tree: {LR: 3e-4, "reward.url": "a\nb: 1"})
     assert "#   train.actor_lr: 0.0003\n" in text and '#   reward.url: "a\\nb: 1"\n' in text
     assert LR.removeprefix("train.") not in str(yaml.safe_load(text)) and yaml.safe_load(text)["algorithm"]
@@ -270,7 +285,7 @@ def test_the_best_setting_of_a_sweep_with_lists_of_entries_is_written(
     uri, out = mlflow.default_uri(tmp_path), tmp_path / "out"
     shutil.copy(empty_database, tmp_path)
     log_sweep(uri, name, [Run({LR: 3e-4, **LISTS[name]}, {0: 0.1, 4: 0.5})], [LR])
-    report.write_report(loading.load_sweep(uri, "rlx", name), out, uri)
+    write_report(loading.load_sweep(uri, "rlx", name), out, uri)
     assert {path.name for path in out.iterdir()} == ALWAYS | {"best.yaml"}
     again, ran = from_tree(with_experiment(read_yaml(out / "best.yaml"))), config("any", {LR: 3e-4, **LISTS[name]})
     assert again == ran.model_copy(update={"name": None, "storage": again.storage})
@@ -282,7 +297,7 @@ def test_a_best_setting_that_cannot_be_written_does_not_take_the_page_down(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(report, "minimal_tree", lambda *_, **__: {"x": object()})
-    report.write_report(loading.load_sweep(uri, "rlx", "nothing-varied"), tmp_path, uri)
+    write_report(loading.load_sweep(uri, "rlx", "nothing-varied"), tmp_path, uri)
     assert {path.name for path in tmp_path.iterdir()} == ALWAYS
     assert "warning: no best.yaml: ('cannot represent an object'" in caplog.text
 
@@ -291,7 +306,7 @@ def test_a_best_setting_that_cannot_be_written_does_not_take_the_page_down(
 def test_lists_of_entries_that_are_withheld_stand_in_a_comment(uri: str, name: str) -> None:
     loaded, key = loading.load_sweep(uri, "rlx", "lr"), next(iter(LISTS[name]))
     entries = flatten(config("any", LISTS[name]))[key]
-    text = report.best_yaml(loaded, report.comparisons(loaded)[report.SETTINGS], uri, lambda *_: {key: entries})
+    text = report.best_yaml(loaded, compared(loaded)[report.SETTINGS], uri, lambda *_: {key: entries})
     assert f'#   {key}: [{{"' in text
 
 
@@ -480,6 +495,6 @@ def test_a_full_disk_is_named_and_the_analysis_before_stays(uri: str, tmp_path: 
     with s3.small_disk(tmp_path / "disk", "64k") as disk:
         (disk / "analysis.html").write_text("before")
         with pytest.raises(StorageError, match=rf"^the analysis cannot be written to {disk}: No space left on device"):
-            report.write_report(loaded, disk, uri)
+            write_report(loaded, disk, uri)
         assert [path.name for path in disk.iterdir()] == ["analysis.html"]
         assert (disk / "analysis.html").read_text() == "before"

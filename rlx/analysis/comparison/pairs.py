@@ -31,8 +31,8 @@ class PairedGap:
     tables: tuple[Table, Table]  # [seeds, questions] the values of each
     gap: CrossedMean  # how far the first is ahead
     chance: float  # of such a difference if there is none, corrected for the number of comparisons
+    sign: float  # -1 where low is good
     luck: float = 0.0  # how far the first seems ahead because it was chosen, see `winner`
-    sign: float = 1.0  # -1 where low is good
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -67,9 +67,7 @@ def one_look(step: int, seeds: int) -> int:
     return 1
 
 
-def gaps_to_best(
-    uri: str, groups: Sequence[Group], metric: str, sign: float = 1.0, looks: Looks = one_look
-) -> list[PairedGap]:
+def gaps_to_best(uri: str, groups: Sequence[Group], metric: str, sign: float, looks: Looks) -> list[PairedGap]:
     """How far the best setting is from each of the others; none for those that have nothing in common with it.
 
     Args:
@@ -87,7 +85,7 @@ def gaps_to_best(
 def paired_gap(
     groups: tuple[Group, Group],
     runs: tuple[Sequence[EvaluatedRun], Sequence[EvaluatedRun]],
-    sign: float = 1.0,
+    sign: float,
     *,
     at_ends: bool = False,
 ) -> PairedGap | None:
@@ -106,7 +104,7 @@ def paired_gap(
         return None
     questions, tables = _tables(pairs, steps)
     gap = crossed_mean(sign * (tables[0] - tables[1]), resolution(np.stack(tables)))
-    return PairedGap(*groups, tuple(pairs), steps, tuple(questions), (tables[0], tables[1]), gap, gap.chance, sign=sign)
+    return PairedGap(*groups, tuple(pairs), steps, tuple(questions), (tables[0], tables[1]), gap, gap.chance, sign)
 
 
 def _after_looks(pair: PairedGap, looks: Looks) -> PairedGap:

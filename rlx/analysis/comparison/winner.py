@@ -40,7 +40,7 @@ class Winner(NamedTuple):
     luck: float  # how far it seems better than that, never below 0: who is better on the other seeds is worse on this
 
 
-def corrected_best(values: Table, sign: float = 1.0) -> Winner:
+def corrected_best(values: Table, sign: float) -> Winner:
     """The best setting and its value without the luck of the selection.
 
     Args:

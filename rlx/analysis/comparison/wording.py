@@ -29,7 +29,7 @@ def sweep_verdict(groups: Sequence[Group], evidence: Evidence, metric: str) -> s
     """
     nearest = evidence.nearest
     is_known = nearest and nearest.is_by_question and not math.isnan(nearest.gap.half_width)
-    first = _first_two(evidence, nearest, metric) if nearest and is_known else summary_sentence(groups, metric)
+    first = _paired_verdict(evidence, nearest, metric) if nearest and is_known else summary_sentence(groups, metric)
     return " ".join([first, *_luck(evidence), *_left_out(groups)])
 
 
@@ -92,7 +92,7 @@ def _cost(option: Option) -> str:
     return f"{as_text(option.answers, 2)} times the answers"
 
 
-def _first_two(evidence: Evidence, nearest: PairedGap, metric: str) -> str:
+def _paired_verdict(evidence: Evidence, nearest: PairedGap, metric: str) -> str:
     best, gap = nearest.first, interval_text(nearest)
     if one_run := _one_run(nearest):
         return f"In {metric}, the run of {best.label} is ahead of that of {nearest.second.label} by {gap}.{one_run}"

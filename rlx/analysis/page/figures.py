@@ -117,7 +117,7 @@ def slices(groups: Sequence[Group], metric: str) -> go.Figure:
     return styled(figure, 330 * rows - 14)
 
 
-def costs(groups: Sequence[Group], metric: str, mode: Mode = "max") -> go.Figure:
+def costs(groups: Sequence[Group], metric: str, mode: Mode) -> go.Figure:
     """Shows the mean of each group over the mean cost of its runs, in tokens, seconds and length of answers; diamonds
     are on the Pareto front of all four."""
     measures = {"tokens of a run": mean_tokens, "seconds of a run": mean_seconds, "answer's tokens": mean_length}
