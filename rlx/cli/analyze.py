@@ -8,13 +8,12 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from rlx.cli.arguments import terminal_width
 from rlx.cli.options import CommandParser, exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.run import RUN_NAME, storage_words
@@ -93,10 +92,9 @@ def print_analysis(args: argparse.Namespace) -> int:
     if not args.sweep and len(names) > 1:
         print(f"sweeps, newest first: {', '.join(names)}; --sweep NAME picks another\n")
     print(f"sweep {sweep.name}: {len(sweep.trials)} trials by {metric}\n")
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     compared = report.comparisons(sweep, metric, mode, args.by, against)
     for groups in compared.values():
-        print(f"{tables.format_table(tables.group_table(groups), width)}\n")
+        print(f"{tables.format_table(tables.group_table(groups), terminal_width())}\n")
     settings = compared[report.SETTINGS]
     evidence = report.evidence_of(sweep, compared, uri, metric, mode)
     print(f"{sweep_verdict(settings, evidence, metric)}\n")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Sequence
 
 from rlx.cli import listing
+from rlx.cli.arguments import add_storage, terminal_width
 from rlx.cli.options import CommandParser, exit_code
 from rlx.config.errors import ConfigError, where_looked
 from rlx.config.run import RunConfig
@@ -21,9 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "run", metavar="RUN", nargs="?", type=listing.run_argument, help="a run's name, or its folder or address"
     )
-    parser.add_argument(
-        "--storage", metavar="ADDRESS", default=RunConfig().storage, help="where runs are kept (default: %(default)s)"
-    )
+    add_storage(parser)
     args = parser.parse_args(argv)
     return exit_code(lambda: show_run(args.run, args.storage) if args.run else show_runs(args.storage))
 
@@ -40,7 +37,7 @@ def show_runs(storage: str) -> int:
             raise ConfigError(f"--storage {storage}: no such folder{where_looked(storage)}")
         print(f"no runs in {resolve_address(storage)} yet: rlx train makes one")
         return 0
-    print(listing.runs_table(runs, _width()))
+    print(listing.runs_table(runs, terminal_width()))
     print("\ncheckpoints of one of them: rlx checkpoints RUN")
     return 0
 
@@ -50,10 +47,6 @@ def show_run(which: str, storage: str) -> int:
     run = listing.find_run(which, storage)
     steps = f"{run.steps_done} of {run.config.train.steps} steps done" if run.config else run.problem
     print(f"run {run.label}: {steps}\n")
-    print(listing.checkpoints_table(run, _width()) if run.checkpoints else "no checkpoints yet")
+    print(listing.checkpoints_table(run, terminal_width()) if run.checkpoints else "no checkpoints yet")
     print("\n" + "\n".join([f"in {run.address}", *listing.commands(run, storage)]))
     return 0
-
-
-def _width() -> int | None:
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlx.cli import listing
+from rlx.cli.arguments import add_storage
 from rlx.cli.options import CommandParser, exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
@@ -43,9 +44,7 @@ def _argument_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--adapter", action="store_true", help="the adapters alone, as peft loads them")
     parser.add_argument("--register", metavar="NAME", help="also a new version of this registered model in MLflow")
-    parser.add_argument(
-        "--storage", metavar="ADDRESS", default=RunConfig().storage, help="where runs are kept (default: %(default)s)"
-    )
+    add_storage(parser)
     parser.add_argument(
         "--trust",
         action="store_true",

@@ -163,13 +163,13 @@ def _about(word: str) -> list[str]:
         ConfigError: there is none.
     """
     name = word.lower().replace("-", "_")
-    meant, _ = called_here(name, settings())
+    alias, _ = called_here(name, settings())
     if name in sections():
         return [key for key in settings() if key.startswith(f"{name}.")]
     found = [
         key
         for key, field in settings().items()
-        if key == meant or name in key or word.lower() in str(field.description).lower()
+        if key == alias or name in key or word.lower() in str(field.description).lower()
     ]
     if not found:
         raise ConfigError(f"--help {word}: no setting is about that{nearest(word, list(sections()))}")

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlx.cli.arguments import positive_int
 from rlx.cli.options import CommandParser, exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.run import RunConfig
@@ -53,21 +54,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pairs", metavar="FILE", help="{prompt, chosen, rejected} per line (default: generated sums)")
     parser.add_argument("--base", metavar="MODEL", help="folder or name to start from (default: rlx's tiny model)")
     parser.add_argument("--out", metavar="FOLDER", help="new folder for it (default: models/reward-N in the storage)")
-    parser.add_argument("--epochs", type=_count, default=5, help="passes over the pairs")
-    parser.add_argument("--batch", type=_count, default=64, help="pairs per optimizer step")
+    parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the pairs")
+    parser.add_argument("--batch", type=positive_int, default=64, help="pairs per optimizer step")
     parser.add_argument("--lr", type=_rate, default=5e-4, help="highest learning rate")
     parser.add_argument(
-        "--held-out", type=_count, default=256, help="pairs for measuring, about: those of the last prompts"
+        "--held-out", type=positive_int, default=256, help="pairs for measuring, about: those of the last prompts"
     )
     parser.add_argument("--seed", type=int, default=0, help="of generated pairs, their order and the new layer")
     parser.add_argument("--storage", default=RunConfig().storage, help="folder for the model and the MLflow records")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, found {text!r}")
-    return int(text)
 
 
 def _rate(text: str) -> float:

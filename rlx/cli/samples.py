@@ -6,8 +6,6 @@ Left out: what is kept and how it is chosen (rlx.samples).
 from __future__ import annotations
 
 import argparse
-import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,9 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlx.cli import listing
+from rlx.cli.arguments import add_storage, positive_int, terminal_width
 from rlx.cli.options import CommandParser, exit_code
 from rlx.config.errors import ConfigError, printable
-from rlx.config.run import RunConfig
 from rlx.runs import run_folder
 from rlx.samples import choosing, page, reader
 from rlx.samples.columns import Kind
@@ -45,8 +43,8 @@ def _argument_parser() -> argparse.ArgumentParser:
         "--prompt", metavar="I", type=int, help="of the prompt in this row of the prompt table, in all steps"
     )
     order = parser.add_mutually_exclusive_group()
-    order.add_argument("--worst", metavar="K", type=_count, help="the K completions with the lowest scores")
-    order.add_argument("--best", metavar="K", type=_count, help="the K completions with the highest scores")
+    order.add_argument("--worst", metavar="K", type=positive_int, help="the K completions with the lowest scores")
+    order.add_argument("--best", metavar="K", type=positive_int, help="the K completions with the highest scores")
     parser.add_argument("--full", action="store_true", help="show texts in full")
     parser.add_argument("--html", metavar="FILE", help="write a page instead, with both kinds")
     parser.add_argument(
@@ -55,16 +53,8 @@ def _argument_parser() -> argparse.ArgumentParser:
         type=listing.run_argument,
         help="with --html: another run, side by side on the same prompts",
     )
-    parser.add_argument(
-        "--storage", metavar="ADDRESS", default=RunConfig().storage, help="where runs are kept (default: %(default)s)"
-    )
+    add_storage(parser)
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 1 on, not {text!r}")
-    return int(text)
 
 
 def print_completions(args: argparse.Namespace) -> int:
@@ -79,8 +69,7 @@ def print_completions(args: argparse.Namespace) -> int:
     chosen, table = newest(run, args.run, steps) if is_newest else completions_of(run, steps, args.prompt)
     few = choosing.by_score(table, args.worst, args.best)
     few = few if args.worst or args.best or args.full else few.slice(0, _ROWS)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print(completions_table(reader.completions(few), width, _CHARACTERS if not args.full else None))
+    print(completions_table(reader.completions(few), terminal_width(), _CHARACTERS if not args.full else None))
     print(f"\n{kept_summary(run, chosen, table, len(few))}")
     if is_newest and chosen[0] != steps[-1]:
         print(f"step {steps[-1].number} is newer and has kept none: {_SHARE}")

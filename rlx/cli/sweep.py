@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from rlx.cli.arguments import terminal_width
 from rlx.cli.options import NotingParser, add_help, add_settings, end_on_signals, exit_code, parse, signal_received
 from rlx.cluster.resources import sharing_gpus
 from rlx.config.errors import ConfigError, one_line
@@ -384,10 +384,9 @@ def write_analysis(plan: SweepPlan, storage: Storage) -> None:
         folder = local_folder(plan.config.storage) / "analysis" / plan.name
         compared = report.comparisons(sweep, plan.metric, plan.mode)
         evidence = report.evidence_of(sweep, compared, plan.tracking_uri, plan.metric, plan.mode)
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         if spent := cost.cost_line(sweep):
             print(spent)
-        print(tables.format_table(tables.group_table(compared[report.SETTINGS]), width))
+        print(tables.format_table(tables.group_table(compared[report.SETTINGS]), terminal_width()))
         print(sweep_verdict(compared[report.SETTINGS], evidence, plan.metric))
         paths = report.write_report(sweep, folder, plan.tracking_uri, plan.metric, plan.mode, compared, evidence)
         print("\n".join(str(path) for path in paths))

@@ -123,7 +123,7 @@ def test_mistakes_are_one_line(
 def test_a_count_is_a_number_from_1_on(number: str, storage: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["samples", "one", "--storage", storage, "--worst", number])
-    assert "expected a number from 1 on" in capsys.readouterr().err
+    assert "expected a whole number above 0" in capsys.readouterr().err
 
 
 def test_a_page_of_two_runs_is_written(storage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -192,7 +192,7 @@ def test_bad_input_is_one_line(
         ("replay", ["a"], "the following arguments are required: --step"),
         ("replay", ["a", "--step", "3", "--gap", "1.5"], "expected a share from 0 to below 1, not '1.5'"),
         ("replay", ["a", "--step", "3", "--gap", "x"], "expected a share from 0 to below 1, not 'x'"),
-        ("verify", ["a", "--steps", "0"], "expected a number from 1 on, not '0'"),
+        ("verify", ["a", "--steps", "0"], "expected a whole number above 0, found '0'"),
         ("replay", ["a@3", "--step", "3"], "a@3 is a checkpoint; give the run: a"),
         ("verify", ["a@best"], "a@best is a checkpoint; give the run: a"),
         ("whatif", ["a@3"], "the following arguments are required: --steps"),

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rlx.cli import listing
+from rlx.cli.arguments import add_storage, terminal_width
 from rlx.cli.options import CommandParser, exit_code
-from rlx.cli.timemachine import running
 from rlx.config.errors import ConfigError
-from rlx.config.run import RunConfig, storage_words
+from rlx.config.run import storage_words
 
 if TYPE_CHECKING:
     from rlx.sweeps.records import SweepPlan
@@ -32,9 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("sweep", metavar="SWEEP", nargs="?", help="a sweep's name (default: the newest)")
     parser.add_argument("--trial", metavar="NAME", help="the trial, e.g. trial_00003 (default: the best)")
     parser.add_argument("--out", metavar="DIR", help="folder for the files (default: analysis/SWEEP in the storage)")
-    parser.add_argument(
-        "--storage", metavar="ADDRESS", default=RunConfig().storage, help="where sweeps are kept (default: %(default)s)"
-    )
+    add_storage(parser, "sweeps")
     parser.add_argument("--trust", action="store_true", help="take the settings of a sweep that another person wrote")
     return exit_code(lambda: write_lineage(parser.parse_args(argv)))
 
@@ -87,7 +85,7 @@ def stretches_table(lineage: Sequence[Stretch]) -> str:
         | {key: str(value) for key, value in each.settings.items()}
         for each in lineage
     ]
-    return listing.markdown_table(rows, running.terminal_width(), set(lineage[0].settings))
+    return listing.markdown_table(rows, terminal_width(), set(lineage[0].settings))
 
 
 def write_files(out: Path, plan: SweepPlan, found: Mapping[str, dict[str, Any]], varied: Sequence[str]) -> None:

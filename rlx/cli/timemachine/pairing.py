@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlx.cli import listing
+from rlx.cli.arguments import terminal_width
 from rlx.cli.timemachine import running
 
 if TYPE_CHECKING:
@@ -68,4 +69,4 @@ def paired_table(rows: Sequence[Paired]) -> str:
         for row in rows
     ]
     numbers = {"step", "questions", "control", "changed", "difference (95 %)", "better", "worse"}
-    return listing.markdown_table(cells, running.terminal_width(), numbers)
+    return listing.markdown_table(cells, terminal_width(), numbers)

@@ -6,16 +6,15 @@ Left out: which steps run, and what is made of them (the commands).
 from __future__ import annotations
 
 import argparse
-import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rlx.cli import listing
+from rlx.cli.arguments import add_storage, terminal_width
 from rlx.cli.options import CommandParser, end_on_signals, parse, settings_parser, signal_received
 from rlx.config.errors import ConfigError, meant
-from rlx.config.run import RunConfig, is_setting, setting_keys
+from rlx.config.run import is_setting, setting_keys
 from rlx.tracking import console
 
 if TYPE_CHECKING:
@@ -34,9 +33,7 @@ GPU_GAP = 0.05
 def parser_of(description: str, usage: str) -> argparse.ArgumentParser:
     """A parser with the options that all of these commands have."""
     parser = CommandParser(description=description, usage=f"%(prog)s {usage}", allow_abbrev=False)
-    parser.add_argument(
-        "--storage", metavar="ADDRESS", default=RunConfig().storage, help="where runs are kept (default: %(default)s)"
-    )
+    add_storage(parser)
     parser.add_argument("--tracking-uri", metavar="URI", help="MLflow store of the record (default: the run's own)")
     parser.add_argument("--ray-address", metavar="ADDRESS", help="Ray cluster to join (default: that of RAY_ADDRESS)")
     parser.add_argument(
@@ -171,10 +168,6 @@ def split_step(which: str, storage: str) -> tuple[str, int]:
     checkpoints = checkpoint_catalog.complete_checkpoints(run_folder.locate(run, storage)[1])
     known = f"such as {run}@{checkpoints[0].step}" if checkpoints else f"and {run} has no checkpoint yet"
     raise ConfigError(f"{which}: expected RUN@STEP, {known}")
-
-
-def terminal_width() -> int | None:
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def difference_table(differences: Sequence[Compared]) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.cli import listing
+from rlx.cli.arguments import terminal_width
 from rlx.cli.samples import readable
-from rlx.cli.timemachine.running import terminal_width
 from rlx.replay.inside_step import StepPrompt
 
 _PROMPTS, _CHARACTERS = 10, 60

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlx.cli import listing
+from rlx.cli.arguments import positive_int, terminal_width
 from rlx.cli.options import exit_code
 from rlx.cli.timemachine import running
 
@@ -27,23 +28,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         "RUN [--steps K] [--seed S] [--within N] [--set SETTING=PLACE ...] [--gap X] [--trust]",
     )
     parser.add_argument("run", metavar="RUN", type=listing.run_argument, help="a run's name, or its folder or address")
-    parser.add_argument("--steps", metavar="K", type=_count, default=3, help="how many steps (default: %(default)s)")
+    parser.add_argument(
+        "--steps", metavar="K", type=positive_int, default=3, help="how many steps (default: %(default)s)"
+    )
     parser.add_argument("--seed", metavar="S", type=int, help="draws the steps (default: another one each time)")
     parser.add_argument(
         "--within",
         metavar="N",
-        type=_count,
+        type=positive_int,
         help="draw from steps at most N after a checkpoint or the start (default: checkpoint.every, at least 10)",
     )
     running.add_places(parser)
     running.add_gap(parser)
     return exit_code(lambda: verify_record(parser.parse_args(argv)))
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 1 on, not {text!r}")
-    return int(text)
 
 
 def verify_record(args: argparse.Namespace) -> int:
@@ -89,7 +86,7 @@ def facts_table(facts: Sequence[Fact]) -> str:
     """A table of what a run was made with and what is here."""
     said = {True: "yes", False: "NO", None: "?"}
     rows = [{"": each.what, "recorded": each.recorded, "here": each.here, "same": said[each.agrees]} for each in facts]
-    return listing.markdown_table(rows, running.terminal_width())
+    return listing.markdown_table(rows, terminal_width())
 
 
 def steps_table(done: Sequence[tuple[Branch, Comparison]]) -> str:
@@ -108,7 +105,7 @@ def steps_table(done: Sequence[tuple[Branch, Comparison]]) -> str:
         }
         for branch, comparison in done
     ]
-    return listing.markdown_table(rows, running.terminal_width(), {"step", "metrics", "differ", "largest gap"})
+    return listing.markdown_table(rows, terminal_width(), {"step", "metrics", "differ", "largest gap"})
 
 
 def record_verdict(run: RecordedRun, facts: Sequence[Fact], comparisons: Sequence[Comparison]) -> str:
