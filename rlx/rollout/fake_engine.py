@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlx.rollout.base import Output, PendingRollout, Request
-from rlx.rollout.episodes.player import Draw, Drawn, Player
+from rlx.rollout.episodes.episode import GeneratedTurn
+from rlx.rollout.episodes.player import Draw, Player
 from rlx.rollout.weight_sync.base import DeviceLocation, EngineLocation
 from rlx.rollout.weight_sync.buckets import Bucket, unpack
 from rlx.types import Completion, Prompt, Sampling, WeightSyncError
@@ -203,9 +204,9 @@ class FakeEngines:
         """Notes that the engines are closed."""
         self.is_closed = True
 
-    async def _draw(self, request: Request, engine: int | None) -> Drawn:
+    async def _draw(self, request: Request, engine: int | None) -> GeneratedTurn:
         """A turn of an episode, by the weights that were pushed last."""
-        return Drawn(self.answer(request), self.pushed[-1], 0, 0.0)
+        return GeneratedTurn(self.answer(request), self.pushed[-1], 0, 0.0)
 
     def _check(self, version: int) -> None:
         newest = self.pushed[-1] if self.pushed and not self.is_asleep else None

@@ -62,7 +62,7 @@ def conversed(
     for number, text in enumerate(turns):
         drawn = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
         said: list[Utterance] = [{"role": role, "name": "calculate", "content": f"value {number}\n"}]
-        history.append({"role": "assistant", "content": dialogue.said(drawn)})
+        history.append({"role": "assistant", "content": dialogue.decode(drawn)})
         written = dialogue.continuation(written.text, history, drawn, True, said)
         begun.append(written.is_new_context)
         ids = list(written.token_ids) if written.is_new_context else [*ids, *drawn, *written.token_ids]

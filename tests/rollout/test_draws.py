@@ -13,7 +13,8 @@ from rlx.rollout.base import Output, Request
 from rlx.rollout.engine_pool import EnginePool
 from rlx.rollout.episodes import draws as module
 from rlx.rollout.episodes.draws import EngineDraws
-from rlx.rollout.episodes.player import Drawn, NoEngineError
+from rlx.rollout.episodes.episode import GeneratedTurn
+from rlx.rollout.episodes.player import NoEngineError
 from rlx.types import Sampling
 
 REQUEST = Request((1, 2), 0, Sampling(1.0, 1.0, -1, 4, ()))
@@ -97,7 +98,7 @@ def drawing(*engines: Engine, rank: int = 0, timeout_s: float = 5.0) -> EngineDr
 
 def test_a_turn_is_drawn_with_the_version_that_the_engines_hold() -> None:
     draws = drawing(Engine())
-    assert asyncio.run(draws(REQUEST, None)) == Drawn(OUTPUT, 7, 0, 0.5)
+    assert asyncio.run(draws(REQUEST, None)) == GeneratedTurn(OUTPUT, 7, 0, 0.5)
     draws.hold()
     draws.release(8)
     assert asyncio.run(draws(REQUEST, 0)).version == 8
@@ -121,7 +122,7 @@ def test_an_episode_stays_with_its_engine_until_that_one_has_far_more_to_do() ->
         assert [each.engine for each in await asyncio.gather(*turns)] == [0] * 9 + [1, 0, 0, 1]
         assert (await draws(REQUEST, 0)).engine == 0  # what has ended counts no more
 
-    turns: list[asyncio.Future[Drawn]] = []
+    turns: list[asyncio.Future[GeneratedTurn]] = []
     asyncio.run(run())
 
 
@@ -153,7 +154,7 @@ def test_an_engine_that_failed_before_it_got_newer_weights_is_asked_again() -> N
 
     engine = Engine(outdated)
     draws = drawing(engine)
-    assert asyncio.run(draws(REQUEST, None)) == Drawn(OUTPUT, 8, 0, 0.5)
+    assert asyncio.run(draws(REQUEST, None)) == GeneratedTurn(OUTPUT, 8, 0, 0.5)
     assert draws.pool.lost == {} and [call.version for call in engine.generate.calls] == [7, 8]
 
 
@@ -193,7 +194,7 @@ def test_no_turn_begins_while_the_engines_get_weights() -> None:
     engine = Engine()
     draws = drawing(engine)
 
-    async def run() -> Drawn:
+    async def run() -> GeneratedTurn:
         draws.hold()
         turn = asyncio.ensure_future(draws(REQUEST, None))
         await asyncio.sleep(0.03)

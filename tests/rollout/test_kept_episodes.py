@@ -10,9 +10,9 @@ from episode_cases import CHATML, byte_tokenizer, pool_of, saying
 from rlx.environments.pool import EnvironmentPool
 from rlx.rollout.base import Request
 from rlx.rollout.episodes.dialogue import Dialogue
-from rlx.rollout.episodes.episode import EpisodeLimits
+from rlx.rollout.episodes.episode import EpisodeLimits, GeneratedTurn
 from rlx.rollout.episodes.kept import KeptEnvironments
-from rlx.rollout.episodes.player import Drawn, Environments, Player
+from rlx.rollout.episodes.player import Environments, Player
 from rlx.types import Completion, KeptEpisode, Prompt, Sampling, TaskRow
 
 TOKENIZER = byte_tokenizer(CHATML)
@@ -64,8 +64,8 @@ def played(
 ) -> list[Completion]:
     answer = saying(TOKENIZER, says)
 
-    async def draw(request: Request, engine: int | None) -> Drawn:
-        return Drawn(answer(request), version, 0, 0.0)
+    async def draw(request: Request, engine: int | None) -> GeneratedTurn:
+        return GeneratedTurn(answer(request), version, 0, 0.0)
 
     player = Player(draw, environments, Dialogue(TOKENIZER), EpisodeLimits(max_turns=3), run_seed=5, **more)
     pending = player.begin(prompts, [SAMPLING], step)
@@ -147,8 +147,8 @@ def test_an_episode_that_is_cut_earlier_is_scored_anew() -> None:
     sampling = replace(SAMPLING, max_tokens=len(first[0].token_ids) - 1)
     answer = saying(TOKENIZER, words)
 
-    async def draw(request: Request, engine: int | None) -> Drawn:
-        return Drawn(answer(request), STEP, 0, 0.0)
+    async def draw(request: Request, engine: int | None) -> GeneratedTurn:
+        return GeneratedTurn(answer(request), STEP, 0, 0.0)
 
     player = Player(draw, environments, Dialogue(TOKENIZER), EpisodeLimits(max_turns=3), run_seed=5)
     pending = player.begin(PROMPTS, [sampling], STEP)

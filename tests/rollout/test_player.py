@@ -11,8 +11,8 @@ from rlx.actors import PromptRefusedError
 from rlx.environments.pool import EnvironmentPool
 from rlx.rollout.base import Request
 from rlx.rollout.episodes.dialogue import Dialogue
-from rlx.rollout.episodes.episode import EpisodeLimits, EpisodeSeeds, OpenEpisode
-from rlx.rollout.episodes.player import Draw, Drawn, NoEngineError, PendingEpisodes, Player
+from rlx.rollout.episodes.episode import EpisodeLimits, EpisodeSeeds, GeneratedTurn, OpenEpisode
+from rlx.rollout.episodes.player import Draw, NoEngineError, PendingEpisodes, Player
 from rlx.types import Completion, Observation, Prompt, Sampling, TaskRow
 
 TOKENIZER = byte_tokenizer(CHATML)
@@ -56,12 +56,12 @@ class Engines:
         self.version, self._dies, self._count = 3, dies, 0
         self.answer = saying(TOKENIZER, turns)
 
-    async def draw(self, request: Request, engine: int | None) -> Drawn:
+    async def draw(self, request: Request, engine: int | None) -> GeneratedTurn:
         self._count += 1
         if self._dies(self._count):
             raise NoEngineError
         self.requests.append((request, engine))
-        return Drawn(self.answer(request), self.version, self.version, 1.0)
+        return GeneratedTurn(self.answer(request), self.version, self.version, 1.0)
 
 
 def player_of(draw: Draw, environments: EnvironmentPool, **more: Any) -> Player:
@@ -208,7 +208,7 @@ def test_an_episode_that_comes_out_differently_has_failed() -> None:
 
 
 def test_a_refused_turn_ends_the_rollout_with_its_error() -> None:
-    async def draw(request: Request, engine: int | None) -> Drawn:
+    async def draw(request: Request, engine: int | None) -> GeneratedTurn:
         raise PromptRefusedError("engine 0 refused a prompt: too long")
 
     player = player_of(draw, pool_of(f"{HERE}Counting"))
@@ -240,7 +240,7 @@ def test_an_answer_that_leaves_no_token_for_the_policy_is_not_kept() -> None:
     # "ab" and its stop token are 3; "on" between is \n <|user|> o n <|end|> \n <|assistant|>: 7.
     for most, over in ((10, True), (11, False)):
         episode = opened(EpisodeLimits(3), Sampling(1.0, 1.0, -1, most, (0,)))
-        episode.add_drawn(saying(TOKENIZER, turns)(episode.request()), 3)
+        episode.add_turn(GeneratedTurn(saying(TOKENIZER, turns)(episode.request()), 3, 0, 0.0))
         episode.add_observation(Observation(({"role": "user", "content": "on"},)))
         assert (episode.is_over, len(episode.token_ids)) == (over, 3 if over else 10)
         assert len(episode.messages) == (2 if over else 3)
@@ -261,7 +261,7 @@ def test_a_rollout_is_complete_only_when_all_its_episodes_are_over() -> None:
     pending = PendingEpisodes(PROMPTS, [SAMPLING], 3, [None, None], [0, 1])
     pending.open = [opened(EpisodeLimits(1)), opened(EpisodeLimits(1))]
     for number, episode in enumerate(pending.open, 1):
-        episode.add_drawn(saying(TOKENIZER, turns)(episode.request()), 3)
+        episode.add_turn(GeneratedTurn(saying(TOKENIZER, turns)(episode.request()), 3, 0, 0.0))
         episode.add_observation(Observation(reward=1.0))
         pending.collect()
         assert pending.is_complete == (number == 2)

@@ -17,7 +17,7 @@ from rlx.config.errors import ConfigError, one_line
 from rlx.types import EnvironmentFailed, Utterance
 
 _MARK = "\u2042rlx\u2042"
-"""stands for what the policy has said where only the text after it is looked at"""
+"""stands for a turn of the policy where only the text after it is looked at"""
 
 
 @dataclass(frozen=True)
@@ -65,45 +65,45 @@ class Dialogue:
             text = self._text(messages, ask=True)
             return Written(text, self._ids(text), is_new_context=True)
 
-    def said(self, drawn: Sequence[int]) -> str:
-        """What the policy has said with these tokens, without special tokens."""
-        return str(self.tokenizer.decode(list(drawn), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def decode(self, generated: Sequence[int]) -> str:
+        """The text of a turn of the policy, without special tokens."""
+        return str(self.tokenizer.decode(list(generated), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def continuation(
-        self, read: str, history: Sequence[Utterance], drawn: Sequence[int], is_stopped: bool, said: Sequence[Utterance]
+        self,
+        read: str,
+        history: Sequence[Utterance],
+        generated: Sequence[int],
+        is_stopped: bool,
+        observed: Sequence[Utterance],
     ) -> Written:
         """What comes between a turn of the policy and its next one.
 
         Args:
             read: the text of what it has read, `Written.text`.
             history: all messages so far; the last one is the policy's.
-            drawn: the tokens of that one.
+            generated: the tokens of that one.
             is_stopped: whether their last is a stop token, with which the policy has ended its turn.
-            said: what the environment answers.
+            observed: what the environment answers.
 
         Raises:
             EnvironmentFailed: the chat template or the tokenizer does not take that.
         """
-        with _refusals(said):
-            return self._continuation(read, history, drawn, is_stopped, said)
+        with _refusals(observed):
+            known = read + history[-1]["content"]
+            if not self.extends:
+                whole = self._text([*history, *observed], ask=True)
+                if not _squeezed(whole).startswith(_squeezed(known)):
+                    return Written(whole, self._ids(whole), is_new_context=True)
+            opening = history[: next(i for i, each in enumerate(history) if each["role"] == "assistant")]
+            tail = self._after_policy(opening, observed)
+            end, after = (self._stop_text(generated[-1]) if is_stopped else ""), tail.lstrip()
+            has_end = bool(end) and after.startswith(end)  # the policy has generated that itself
+            return Written(known + tail, self._ids_after(after[len(end) :] if has_end else tail))
 
-    def _continuation(
-        self, read: str, history: Sequence[Utterance], drawn: Sequence[int], is_stopped: bool, said: Sequence[Utterance]
-    ) -> Written:
-        known = read + history[-1]["content"]
-        if not self.extends:
-            whole = self._text([*history, *said], ask=True)
-            if not _squeezed(whole).startswith(_squeezed(known)):
-                return Written(whole, self._ids(whole), is_new_context=True)
-        opening = history[: next(i for i, each in enumerate(history) if each["role"] == "assistant")]
-        tail = self._after_policy(opening, said)
-        end, after = (self._stop_text(drawn[-1]) if is_stopped else ""), tail.lstrip()
-        is_drawn = bool(end) and after.startswith(end)
-        return Written(known + tail, self._ids_after(after[len(end) :] if is_drawn else tail))
-
-    def _after_policy(self, opening: Sequence[Utterance], said: Sequence[Utterance]) -> str:
+    def _after_policy(self, opening: Sequence[Utterance], observed: Sequence[Utterance]) -> str:
         """The text that the template writes after the content of a turn of the policy."""
-        marked = self._text([*opening, {"role": "assistant", "content": _MARK}, *said], ask=True)
+        marked = self._text([*opening, {"role": "assistant", "content": _MARK}, *observed], ask=True)
         _, mark, tail = marked.rpartition(_MARK)
         if not mark:
             raise ValueError("it leaves out what the assistant says")

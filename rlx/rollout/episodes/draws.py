@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from rlx.actors import BulkCalls, CallError, EngineLostError, EngineTimeoutError, engine_errors
 from rlx.rollout.base import PendingRollout, Request
 from rlx.rollout.engine_pool import PATIENCE_S, EnginePool
-from rlx.rollout.episodes.player import Drawn, NoEngineError, Player
+from rlx.rollout.episodes.episode import GeneratedTurn
+from rlx.rollout.episodes.player import NoEngineError, Player
 from rlx.types import Prompt, Sampling
 
 _LOOK_S = 0.01
@@ -42,7 +43,7 @@ class EngineDraws:
         """Turns may begin; the engines have weights of this version."""
         self.version, self._is_open = version, True
 
-    async def __call__(self, request: Request, engine: int | None) -> Drawn:
+    async def __call__(self, request: Request, engine: int | None) -> GeneratedTurn:
         """Draws a turn.
 
         Args:
@@ -61,7 +62,7 @@ class EngineDraws:
             chosen = self._chosen(alive, engine)
             version = self.version
             try:
-                return await self._drawn(request, chosen, version)
+                return await self._generate(request, chosen, version)
             except EngineLostError as error:
                 if (version == self.version and self._is_open) or isinstance(error, EngineTimeoutError):
                     self.pool.mark_lost(chosen, error)
@@ -78,7 +79,7 @@ class EngineDraws:
             return engine
         return least
 
-    async def _drawn(self, request: Request, engine: int, version: int) -> Drawn:
+    async def _generate(self, request: Request, engine: int, version: int) -> GeneratedTurn:
         self._running[engine] = self._running.get(engine, 0) + 1
         try:
             call = self._calls[engine].call(
@@ -88,7 +89,7 @@ class EngineDraws:
                 outputs, seconds = await call
         finally:
             self._running[engine] -= 1
-        return Drawn(outputs[0], version, engine, seconds)
+        return GeneratedTurn(outputs[0], version, engine, seconds)
 
     def _stepping(self, engine: int) -> Callable[[], Awaitable[bool]]:
         """Tells whether an engine answers, and has made a step since it was asked the last time."""

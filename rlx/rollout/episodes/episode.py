@@ -26,8 +26,8 @@ from rlx.types import (
     Utterance,
 )
 
-_DRAWING = 1_000_000
-"""a turn that no episode has, whose seed draws the episode"""
+_NO_TURN = 1_000_000
+"""the number of a turn that no episode has: its seed says whether the episode is among a share"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,17 @@ class EpisodeSeeds:
 
     def is_among(self, share: float) -> bool:
         """Whether the episode is one of this share of all."""
-        return self.of_turn(_DRAWING) % 1_000_003 < share * 1_000_003
+        return self.of_turn(_NO_TURN) % 1_000_003 < share * 1_000_003
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedTurn:
+    """A turn of the policy, as an engine has generated it."""
+
+    output: Output
+    version: int  # of the engine's weights
+    engine: int
+    seconds: float
 
 
 @dataclass
@@ -94,20 +104,20 @@ class OpenEpisode:
     is_done: bool = False  # the environment has ended it
     is_over: bool = False
     engine: int | None = None  # that has drawn the last turn, and may still have its prefix
-    drawn: tuple[Output, int] | None = None  # a turn that the environment has not answered, and its version
+    unanswered: GeneratedTurn | None = None  # the last turn, until the environment answers
 
     @property
     def action(self) -> str:
-        """What the policy has said in its last turn."""
-        assert self.drawn
-        return self.dialogue.said(self.drawn[0].token_ids)
+        """The text of the turn that the environment has not answered."""
+        assert self.unanswered
+        return self.dialogue.decode(self.unanswered.output.token_ids)
 
     @property
     def length(self) -> TurnLength:
         """How long that turn is."""
-        assert self.drawn
+        assert self.unanswered
         begin = self.contexts[-1] if self.contexts else -len(self.opening)
-        output = self.drawn[0]
+        output = self.unanswered.output
         return TurnLength(len(self.token_ids) - begin, len(output.token_ids), not output.finished)
 
     @property
@@ -144,22 +154,21 @@ class OpenEpisode:
         sampling = replace(self.sampling, max_tokens=most, min_tokens=min(most, self.sampling.min_tokens))
         return Request(read, self.seeds.of_turn(len(self.turns)), sampling)
 
-    def add_drawn(self, output: Output, version: int) -> None:
+    def add_turn(self, turn: GeneratedTurn) -> None:
         """Takes a turn of the policy."""
-        self.drawn = output, version
+        self.engine, self.unanswered = turn.engine, turn
         self.messages.append({"role": "assistant", "content": self.action})
         if self.failed:
             self.add_observation(Observation(done=True))
 
     def add_observation(self, observation: Observation) -> None:
         """Takes the environment's answer to the last turn; the episode is over if it ends there or has no room."""
-        assert self.drawn
-        (output, version), start = self.drawn, len(self.token_ids)
-        self.drawn = None
+        assert self.unanswered
+        output, version, start = self.unanswered.output, self.unanswered.version, len(self.token_ids)
+        self.unanswered = None
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
-        turn = Turn(start, len(self.token_ids), version, observation, len(self.contexts))
-        self.turns.append(turn)
+        self.turns.append(Turn(start, len(self.token_ids), version, observation, len(self.contexts)))
         self.is_done = observation.done and not self.failed
         self.is_over = observation.done or len(self.turns) >= self.limits.max_turns
         if not self.is_over:
@@ -174,14 +183,13 @@ class OpenEpisode:
     def add_score(self, scored: Observation) -> None:
         """Takes the score of an episode that was cut; its time and its retries are those of the last turn."""
         last, self.final_reward = self.turns[-1], scored.reward
-        said, seconds = last.observation, last.observation.seconds + scored.seconds
-        said = replace(said, seconds=seconds, retries=said.retries + scored.retries)
-        self.turns[-1] = replace(last, observation=said)
+        seconds, retries = last.observation.seconds + scored.seconds, last.observation.retries + scored.retries
+        self.turns[-1] = replace(last, observation=replace(last.observation, seconds=seconds, retries=retries))
 
     def fail(self, failed: EnvironmentFailed) -> None:
         """Ends the episode after the last turn: the environment gives no answer to it, no score, or two answers."""
         self.failed, self.is_over = failed, True
-        if self.drawn:
+        if self.unanswered:
             self.add_observation(Observation(done=True))
 
     def completion(self) -> Completion:

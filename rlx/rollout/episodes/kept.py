@@ -31,14 +31,14 @@ class _Repeated:
         turns = self.episode.turns[: len(self.actions)]
         return [self.episode.start, *(turn.observation for turn in turns)]
 
-    def goes_on_with(self, said: str, version: int, length: TurnLength, dialogue: Dialogue) -> bool:
+    def goes_on_with(self, action: str, version: int, length: TurnLength, dialogue: Dialogue) -> bool:
         """Whether the next turn of the policy is what it was."""
         turns, number = self.episode.turns, len(self.actions)
         if number == len(turns):
             return False
         turn = turns[number]
-        drawn = self.token_ids[turn.start : turn.stop]
-        return (turn.version, len(drawn)) == (version, length.drawn) and dialogue.said(drawn) == said
+        generated = self.token_ids[turn.start : turn.stop]
+        return (turn.version, len(generated)) == (version, length.drawn) and dialogue.decode(generated) == action
 
     @property
     def final(self) -> Observation | None:

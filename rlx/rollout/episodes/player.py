@@ -15,9 +15,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rlx.rollout.base import Output, PendingRollout, Request
+from rlx.rollout.base import PendingRollout, Request
 from rlx.rollout.episodes.dialogue import Dialogue
-from rlx.rollout.episodes.episode import EpisodeLimits, EpisodeSeeds, OpenEpisode
+from rlx.rollout.episodes.episode import EpisodeLimits, EpisodeSeeds, GeneratedTurn, OpenEpisode
 from rlx.types import EnvironmentFailed, Observation, Prompt, Sampling, TaskRow, TurnLength
 
 
@@ -25,17 +25,7 @@ class NoEngineError(Exception):
     """No engine is left; the episode can be continued later."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """A turn that an engine has drawn."""
-
-    output: Output
-    version: int  # of its weights
-    engine: int
-    seconds: float
-
-
-Draw = Callable[[Request, int | None], Awaitable[Drawn]]
+Draw = Callable[[Request, int | None], Awaitable[GeneratedTurn]]
 """(request, the engine that has drawn the turn before) -> the turn; raises NoEngineError"""
 
 
@@ -142,13 +132,12 @@ class Player:
             if episode.start is None:
                 await self._start(episode)
             while not episode.is_over:
-                if episode.drawn:
-                    await self._observe(episode, episode.drawn[1])
+                if episode.unanswered:
+                    await self._observe(episode, episode.unanswered.version)
                 else:
-                    drawn = await self.draw(episode.request(), episode.engine)
-                    episode.engine = drawn.engine
-                    episode.add_drawn(drawn.output, drawn.version)
-                    pending.seconds += drawn.seconds / len(pending.open)
+                    turn = await self.draw(episode.request(), episode.engine)
+                    episode.add_turn(turn)
+                    pending.seconds += turn.seconds / len(pending.open)
         except NoEngineError:
             return
         check = not episode.failed and episode.seeds.is_among(self.checked_share)
