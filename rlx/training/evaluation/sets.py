@@ -1,20 +1,18 @@
-"""The questions that one rank asks in evaluations, made from the settings and the rank's share of the prompts."""
+"""The questions of an evaluation as one rank has them, and what scores completions. Left out: which sets there are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from rlx.config.sections.data import DataConfig, EvalConfig, EvalSetConfig, label_of
+from rlx.config.sections.data import DataConfig, EvalSetConfig
 from rlx.config.sections.reward import RewardConfig
 from rlx.data import sources
-from rlx.data.stream import Share
 from rlx.mesh import Mesh
 from rlx.rewards import scoring
 from rlx.rewards.completions import CompletionScorer, SourceRewards
-from rlx.samples.evaluations import HELD_OUT
 from rlx.types import Prompt, Sampling, Scorer
 
 
@@ -42,68 +40,21 @@ class ScoredSource:
     size: int  # how many seeds there are
 
 
-@dataclass(frozen=True)
-class ScorerMaker:
-    """Makes scorers of completions; a scorer has functions of its own for each source of prompts."""
+def make_scorer(
+    parts: Iterable[ScoredSource], remote: Mapping[str, Scorer], tokenizer: Any, mesh: Mesh
+) -> CompletionScorer:
+    """The scorer of the prompts from some sources, which has functions of its own for each of them.
 
-    remote: Mapping[str, Scorer]  # reward models and servers, which all share
-    tokenizer: Any
-    mesh: Mesh
-
-    def __call__(self, parts: Iterable[ScoredSource]) -> CompletionScorer:
-        """The scorer of the prompts from some sources, in the order of their numbers."""
-        rewards = []
-        for part in parts:
-            checker = partial(sources.answer_checker, part.data, part.seed, part.size)
-            remote = {name: scorer for name, scorer in self.remote.items() if name in part.reward.functions}
-            rewards.append(SourceRewards(part.reward, scoring.scorers(part.reward, checker) | remote))
-        return CompletionScorer(rewards, self.tokenizer, self.mesh)
-
-
-@dataclass(frozen=True)
-class SetMaker:
-    """Makes the sets of questions of one rank."""
-
-    evaluation: EvalConfig
-    data: DataConfig
-    rewards: Sequence[RewardConfig]  # of each source in `data.parts`
-    sampling: Sampling  # of training
-    scorer: ScorerMaker
-    share: Callable[[list[str]], Share]  # this replica's share of prompt tables, by their names
-
-    def held_out(self) -> QuestionSet:
-        """The held-out prompts, with a greedy answer each."""
-        share = self.share(sources.table_names(self.data, "held_out"))
-        return QuestionSet(
-            name=HELD_OUT,
-            prompts=share.in_order(),
-            size=len(share.rows),
-            samplings=[self.sampling.greedy],
-            score=self.scorer(self._held_out_parts(self.rewards)),
-            every=self.evaluation.every,
-            labels=self.data.labels or [label_of(self.evaluation.source or self.data.source)],
-        )
-
-    def of(self, eval_set: EvalSetConfig, reward: RewardConfig, held_out: QuestionSet) -> QuestionSet:
-        """One of eval.sets; `reward`: of all prompts. Without a source of its own it has those of `held_out`."""
-        samplings, own = [set_sampling(eval_set, self.sampling)] * eval_set.samples, self.evaluation.of(eval_set)
-        common = replace(held_out, name=eval_set.name, samplings=samplings, every=own.every, settings=eval_set)
-        if not eval_set.source:
-            rewards = [shared.part(eval_set.reward, eval_set.answer_pattern) for shared in self.rewards]
-            size = eval_set.num_prompts or held_out.size
-            prompts = [prompt for prompt in held_out.prompts if prompt.id < size]
-            score = self.scorer(self._held_out_parts(rewards))
-            return replace(common, prompts=prompts, size=min(size, held_out.size), score=score)
-        share = self.share([sources.set_table(eval_set.name)])
-        own_reward = reward.part(eval_set.reward, eval_set.answer_pattern)
-        part = ScoredSource(eval_set.prompts(self.data), own_reward, own.seed, own.num_prompts)
-        labels, score = [label_of(eval_set.source)], self.scorer([part])
-        return replace(common, prompts=share.in_order(), size=len(share.rows), score=score, labels=labels)
-
-    def _held_out_parts(self, rewards: Sequence[RewardConfig]) -> list[ScoredSource]:
-        evaluations = [self.evaluation.part(self.data, number) for number in range(len(rewards))]
-        rows = zip(self.data.parts, rewards, evaluations, strict=True)
-        return [ScoredSource(part, reward, each.seed, each.num_prompts) for part, reward, each in rows]
+    Args:
+        parts: in the order of their numbers.
+        remote: reward models and servers, which all sources share.
+    """
+    rewards = []
+    for part in parts:
+        checker = partial(sources.answer_checker, part.data, part.seed, part.size)
+        own = {name: scorer for name, scorer in remote.items() if name in part.reward.functions}
+        rewards.append(SourceRewards(part.reward, scoring.scorers(part.reward, checker) | own))
+    return CompletionScorer(rewards, tokenizer, mesh)
 
 
 def set_sampling(eval_set: EvalSetConfig, training: Sampling) -> Sampling:

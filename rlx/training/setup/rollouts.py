@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from rlx.config.sections.data import EvalSetConfig, label_of
 from rlx.config.sections.model import ModelConfig
+from rlx.config.sections.reward import RewardConfig
 from rlx.config.sections.rollout import RolloutConfig
+from rlx.data import sources
 from rlx.data.stream import PromptStream
 from rlx.mesh import Mesh
 from rlx.models import loading, lora
+from rlx.rewards.completions import CompletionScorer
 from rlx.rollout.base import Engines
 from rlx.samples.columns import made_with
-from rlx.samples.evaluations import OutcomeWriter
+from rlx.samples.evaluations import HELD_OUT, OutcomeWriter
 from rlx.samples.writer import CompletionWriter, Keeping
 from rlx.training.collector import RolloutCollector
-from rlx.training.evaluation.sets import QuestionSet, ScoredSource, ScorerMaker, SetMaker
+from rlx.training.evaluation.sets import QuestionSet, ScoredSource, make_scorer, set_sampling
 from rlx.training.rollout_queue import RolloutQueue
 from rlx.training.setup.inputs import TrainingInputs
 from rlx.training.setup.tables import share_of, training_prompts
 from rlx.training.trainer import Trainer
 from rlx.types import Sampling, ShardedWeight
+
+_MakeScorer = Callable[[Iterable[ScoredSource]], CompletionScorer]
 
 
 def build_collector(inputs: TrainingInputs, trainer: Trainer, tokenizer: Any) -> RolloutCollector:
@@ -32,14 +40,15 @@ def build_collector(inputs: TrainingInputs, trainer: Trainer, tokenizer: Any) ->
     engines = inputs.connect_engines(mesh, partial(weights_for_engines, config.rollout, config.model, trainer.policy))
     remote = inputs.connect_scorers(mesh)
     ends = loading.end_tokens(inputs.model_path, tokenizer, config.model.trust_remote_code)
-    sampling, scorer = sampling_of(config.rollout, ends), ScorerMaker(remote, tokenizer, mesh)
+    sampling = sampling_of(config.rollout, ends)
+    scorer = partial(make_scorer, remote=remote, tokenizer=tokenizer, mesh=mesh)
     parts = zip(config.data.parts, config.reward_parts, strict=True)
     return RolloutCollector(
         engines=engines,
         queue=_queue(trainer, engines, ends, training_prompts(inputs, mesh)),
         sampling=sampling,
         score=scorer([ScoredSource(part, reward, part.seed, part.num_prompts) for part, reward in parts]),
-        evaluations=_evaluations(inputs, sampling, scorer),
+        evaluations=_evaluations(inputs, mesh, sampling, scorer),
         train=config.train,
         algorithm=config.algorithm,
         rollout=config.rollout,
@@ -49,12 +58,52 @@ def build_collector(inputs: TrainingInputs, trainer: Trainer, tokenizer: Any) ->
     )
 
 
-def _evaluations(inputs: TrainingInputs, sampling: Sampling, scorer: ScorerMaker) -> list[QuestionSet]:
-    """The questions of evaluations, the held-out prompts first."""
-    config, share = inputs.config, partial(share_of, inputs, scorer.mesh)
-    maker = SetMaker(config.eval, config.data, config.reward_parts, sampling, scorer, share)
-    held_out = maker.held_out()
-    return [held_out, *(maker.of(each, config.reward, held_out) for each in config.eval.sets)]
+def _evaluations(inputs: TrainingInputs, mesh: Mesh, training: Sampling, scorer: _MakeScorer) -> list[QuestionSet]:
+    """The questions of evaluations: the held-out prompts with a greedy answer each, then eval.sets."""
+    config = inputs.config
+    share = share_of(inputs, mesh, sources.table_names(config.data, "held_out"))
+    held_out = QuestionSet(
+        name=HELD_OUT,
+        prompts=share.in_order(),
+        size=len(share.rows),
+        samplings=[training.greedy],
+        score=scorer(_held_out_parts(inputs, config.reward_parts)),
+        every=config.eval.every,
+        labels=config.data.labels or [label_of(config.eval.source or config.data.source)],
+    )
+    return [held_out, *(_own_set(inputs, mesh, each, training, scorer, held_out) for each in config.eval.sets)]
+
+
+def _own_set(
+    inputs: TrainingInputs,
+    mesh: Mesh,
+    eval_set: EvalSetConfig,
+    training: Sampling,
+    scorer: _MakeScorer,
+    held_out: QuestionSet,
+) -> QuestionSet:
+    """One of eval.sets; without a source of its own it has the prompts of `held_out`."""
+    config, own = inputs.config, inputs.config.eval.of(eval_set)
+    samplings = [set_sampling(eval_set, training)] * eval_set.samples
+    common = replace(held_out, name=eval_set.name, samplings=samplings, every=own.every, settings=eval_set)
+    if not eval_set.source:
+        rewards = [shared.part(eval_set.reward, eval_set.answer_pattern) for shared in config.reward_parts]
+        size = eval_set.num_prompts or held_out.size
+        prompts = [prompt for prompt in held_out.prompts if prompt.id < size]
+        score = scorer(_held_out_parts(inputs, rewards))
+        return replace(common, prompts=prompts, size=min(size, held_out.size), score=score)
+    share = share_of(inputs, mesh, [sources.set_table(eval_set.name)])
+    reward = config.reward.part(eval_set.reward, eval_set.answer_pattern)
+    part = ScoredSource(eval_set.prompts(config.data), reward, own.seed, own.num_prompts)
+    labels, score = [label_of(eval_set.source)], scorer([part])
+    return replace(common, prompts=share.in_order(), size=len(share.rows), score=score, labels=labels)
+
+
+def _held_out_parts(inputs: TrainingInputs, rewards: Sequence[RewardConfig]) -> list[ScoredSource]:
+    data, evaluation = inputs.config.data, inputs.config.eval
+    evaluations = [evaluation.part(data, number) for number in range(len(rewards))]
+    rows = zip(data.parts, rewards, evaluations, strict=True)
+    return [ScoredSource(part, reward, each.seed, each.num_prompts) for part, reward, each in rows]
 
 
 def _completion_writer(inputs: TrainingInputs, mesh: Mesh, tokenizer: Any) -> CompletionWriter | None:
