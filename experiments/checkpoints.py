@@ -2,7 +2,7 @@
 
 import sys
 
-from rlx.cli.checkpoints import main
+from rlx.cli.listing import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Lists the runs of a storage and their checkpoints, as tables, with the commands that continue from them.
+"""Lists the runs of a storage, or one run's checkpoints: rlx checkpoints [RUN] [--storage ADDRESS]
 
 Everything is read from the folders, so neither a tracking store nor torch nor Ray is needed. A checkpoint counts as
 complete if its manifest is valid and its files have the sizes that the manifest says.
@@ -20,20 +20,62 @@ from pyarrow import fs
 from rich import box
 from rich.table import Table
 
-from rlx.config.errors import ConfigError
+from rlx.cli.arguments import add_storage, terminal_width
+from rlx.cli.options import CommandParser, exit_code
+from rlx.config.errors import ConfigError, where_looked
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig, storage_words
 from rlx.config.sweep import DEFAULT_METRIC
 from rlx.runs import run_folder
 from rlx.runs.run_folder import finished_metrics, saved_config
 from rlx.storage import checkpoint_catalog, checkpoint_manifest
-from rlx.storage.addresses import join_address, open_storage, without_options
+from rlx.storage.addresses import join_address, open_storage, resolve_address, without_options
 from rlx.storage.checkpoint_catalog import CheckpointEntry, CheckpointState
 from rlx.storage.filesystem import Storage, StorageError, explain
 from rlx.tracking.console import table_text
 
 LISTED_METRICS = ("reward/mean", DEFAULT_METRIC, "kl/ref")
 _NUMBER_COLUMNS = {"steps", "size", "step", "ranks"}  # right-aligned, as the metrics are
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = CommandParser(
+        description="Lists the runs of a storage; with RUN, its checkpoints and how to continue from them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "run", metavar="RUN", nargs="?", type=run_argument, help="a run's name, or its folder or address"
+    )
+    add_storage(parser)
+    args = parser.parse_args(argv)
+    return exit_code(lambda: show_run(args.run, args.storage) if args.run else show_runs(args.storage))
+
+
+def show_runs(storage: str) -> int:
+    """Prints a row per run.
+
+    Raises:
+        ConfigError: there is no folder at the address, which is not the default.
+    """
+    stored = runs(storage)
+    if not stored:
+        if storage != RunConfig().storage and not open_storage(storage, create=False).exists():
+            raise ConfigError(f"--storage {storage}: no such folder{where_looked(storage)}")
+        print(f"no runs in {resolve_address(storage)} yet: rlx train makes one")
+        return 0
+    print(runs_table(stored, terminal_width()))
+    print("\ncheckpoints of one of them: rlx checkpoints RUN")
+    return 0
+
+
+def show_run(which: str, storage: str) -> int:
+    """Prints a row per checkpoint of a run, the run's address, and the commands that continue from it."""
+    run = find_run(which, storage)
+    steps = f"{run.steps_done} of {run.config.train.steps} steps done" if run.config else run.problem
+    print(f"run {run.label}: {steps}\n")
+    print(checkpoints_table(run, terminal_width()) if run.checkpoints else "no checkpoints yet")
+    print("\n" + "\n".join([f"in {run.address}", *commands(run, storage)]))
+    return 0
 
 
 @dataclass(frozen=True)

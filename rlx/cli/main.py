@@ -29,7 +29,7 @@ COMMANDS = {
     "sweep": Command("rlx.cli.sweep", "run PPO with many settings, or continue a sweep"),
     "analyze": Command("rlx.cli.analyze", "rank and plot the trials of a sweep"),
     "samples": Command("rlx.cli.samples", "read the completions of a run, in the terminal or as a page"),
-    "checkpoints": Command("rlx.cli.checkpoints", "list runs, or the checkpoints of one"),
+    "checkpoints": Command("rlx.cli.listing", "list runs, or the checkpoints of one"),
     "replay": Command("rlx.cli.timemachine.replay", "do a step of a run again, and compare it with the record"),
     "whatif": Command("rlx.cli.timemachine.whatif", "continue a run with other settings, beside an unchanged twin"),
     "verify": Command("rlx.cli.timemachine.verify", "do random steps of a run again: does its record hold?"),
