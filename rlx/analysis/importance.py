@@ -6,6 +6,7 @@ four settings varied and the effect of the first twice that of the second and th
 first highest in 41. PED-ANOVA, the default of Optuna, which only considers the few best results, did so in 25.
 
 The shares always add up to 1, even if all differences are chance: then the largest of four is 0.5 on average.
+Left out: what two settings do only together, which counts for neither.
 """
 
 from __future__ import annotations

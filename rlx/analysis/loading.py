@@ -288,7 +288,7 @@ def _sweep_runs(uri: str, experiment: str) -> list[TrackedRun]:
 
 
 def _attempts_by_trial(uri: str, parent: TrackedRun) -> list[list[TrackedRun]]:
-    """For each trial of a sweep its runs, first attempt first."""
+    """The runs of each trial of a sweep, first attempt first."""
     trials = mlflow.find_runs(uri, parent.experiment_id, parent=parent.id)
     runs = {trial.id: [trial] for trial in trials}
     for attempt in mlflow.find_runs(uri, parent.experiment_id, kind="attempt"):
@@ -315,7 +315,7 @@ def _tag(parent: TrackedRun, name: str, empty: Any) -> Any:
 
 
 def _rung_unit(parent: TrackedRun) -> RungUnit:
-    """In what the rungs of a sweep are; in steps if it does not say.
+    """The unit of the rungs of a sweep; steps if it does not say.
 
     Raises:
         ConfigError: it says something else.
@@ -326,7 +326,7 @@ def _rung_unit(parent: TrackedRun) -> RungUnit:
 
 
 def _judged_by(parent: TrackedRun) -> tuple[str, Mode]:
-    """By what a sweep compared its trials, and whether high or low is good; the defaults if it does not say.
+    """The metric by which a sweep compared its trials, and which end of it is good; the defaults if it does not say.
 
     Raises:
         ConfigError: it says something else.

@@ -87,7 +87,7 @@ def deficits(values: Values, looks: int = 1) -> list[Deficit]:
 
 
 def _chances(values: Values, needed: Values) -> Values:
-    """For each setting, the share of directions in which the best of the others is ahead by `needed`, [settings]."""
+    """The share of directions in which the best of the others is ahead of each setting by `needed`, [settings]."""
     turned = _directions(values.shape[1]) @ values.T  # [directions, settings]
     two_best = np.partition(turned, -2, axis=1)[:, -2:]
     others = np.where(turned == two_best[:, 1:], two_best[:, :1], two_best[:, 1:])

@@ -33,7 +33,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Rung:
-    """Where trials were judged: how many had a value there, finite or not, and how many of them were stopped."""
+    """A point at which trials were judged: how many had a value there, finite or not, and how many were stopped."""
 
     at: int  # steps, tokens or GPU-seconds
     reached: int

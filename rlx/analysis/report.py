@@ -42,7 +42,7 @@ Withheld = Callable[[Trial, Mapping[str, Any]], Mapping[str, Any]]
 
 
 def withhold_nothing(trial: Trial, tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """For a sweep of this user, or one whose settings are trusted."""
+    """Withholds nothing: for a sweep of this user, or one whose settings are trusted."""
     return {}
 
 

@@ -1,4 +1,7 @@
-"""Exports a checkpoint's policy for transformers and vLLM: rlx export RUN [--checkpoint best]"""
+"""Exports a checkpoint's policy for transformers and vLLM: rlx export RUN [--checkpoint best]
+
+Left out: how the folder is written (rlx.runs.export).
+"""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def find_run(which: str, storage: str) -> StoredRun:
 
 
 def run_of(which: str) -> str:
-    """Returns the run of what may name a checkpoint of it: NAME@STEP, or the folder or address of a checkpoint."""
+    """Returns the run that a text names, itself or by a checkpoint: NAME@STEP, or the folder or address of one."""
     if "@" in which.rpartition("/")[2]:
         return which.rpartition("@")[0]
     address = without_options(which)

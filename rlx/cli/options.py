@@ -64,14 +64,14 @@ def _ignore_signals() -> None:
 
 
 def _described(error: Exception) -> str:
-    """An error's text; of a file's, the file and what is wrong with it, without the error's number."""
+    """The text of an error; if it is about a file, the file and what is wrong with it, without the error's number."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
 def end_on_signals() -> None:
-    """From now on SIGTERM, which batch systems send, and SIGHUP, of a terminal that was closed, act like Ctrl-C.
+    """Makes SIGTERM, which batch systems send, and SIGHUP, of a terminal that was closed, act like Ctrl-C.
 
     SIGHUP stays ignored where it is, as under nohup. Call it again after Ray has started, which installs a handler.
     """
@@ -113,7 +113,7 @@ _CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)$")
 
 
 class _Noted(argparse.Action):
-    """Stores an option's value, and in `noted` that it was given at all: the value may be the one that it has else."""
+    """Stores an option's value, and notes in `noted` that it was given: the value may equal the default."""
 
     def __call__(self, parser: object, namespace: argparse.Namespace, values: object, option: object = None) -> None:
         setattr(namespace, self.dest, values)
@@ -229,7 +229,7 @@ def _refuse(argument: str, parser: argparse.ArgumentParser) -> typing.NoReturn:
 
 
 def _refuse_empty(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Raises ConfigError for an option whose value is empty, as of a shell's unset variable, unless it is one."""
+    """Raises ConfigError for an empty value, such as that of an unset shell variable, unless the option may have it."""
     for action in parser._actions:
         is_empty = getattr(args, action.dest, None) == "" != action.const
         if is_empty and not _may_be_empty(settings().get(action.dest)):
@@ -237,7 +237,7 @@ def _refuse_empty(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 
 
 def _may_be_empty(setting: FieldInfo | None) -> bool:
-    """Whether an empty text is a value of a setting: it is that of a list, of prompts and of patterns."""
+    """Whether a setting may have an empty text: lists, prompts and patterns may."""
     kinds = _kinds(setting.annotation) if setting else []
     if setting is None or str not in kinds:
         return tuple in kinds

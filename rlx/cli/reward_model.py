@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 NUM_QUESTIONS = 16_384
 """questions drawn for the generated pairs; a quarter of them are different"""
 QUESTION_SEED, SEED_SPACING = 30_000_000, 1_000_000
-"""far from the seeds of prompts; the distance between the questions of two seeds"""
+"""the first seed of questions, far from those of prompts; the distance between the questions of two seeds"""
 LOG_EVERY = 20
 """steps between two lines where the output is no terminal"""
 

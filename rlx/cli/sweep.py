@@ -1,4 +1,4 @@
-"""Runs a sweep of PPO: rlx sweep [--trials N] [--scheduler asha] [--SETTING VALUE]"""
+"""Runs a sweep of PPO: rlx sweep [--trials N] [--SETTING VALUE]. Left out: what a plan is made of (rlx.sweeps)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _OF_THE_PLAN = (
 """options that the plan of a sweep keeps"""
 _DEFAULTS = Path(__file__).parent / "defaults"
 DEFAULT_SETTINGS = _DEFAULTS / "sweep.yaml"
-"""of a sweep of the default experiment"""
+"""the settings of a sweep of the default experiment"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -279,7 +279,7 @@ def _run(plan: SweepPlan, storage: Storage, progress: SweepProgress) -> dict[str
 
 
 def way_on(plan: SweepPlan, storage: Storage) -> str:
-    """How a sweep is continued, once it is kept."""
+    """How a sweep that was interrupted goes on; it begins anew if no plan was kept."""
     from rlx.sweeps import records
 
     if not (storage / "sweeps" / plan.name / records.PLAN_FILE).exists():

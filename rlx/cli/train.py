@@ -1,4 +1,7 @@
-"""Trains a run, or resumes one: rlx train [--resume NAME | --from CHECKPOINT] [--SETTING VALUE]"""
+"""Trains a run, or resumes one: rlx train [--resume NAME | --from CHECKPOINT] [--SETTING VALUE]
+
+Left out: the run itself (rlx.runs.launch).
+"""
 
 from __future__ import annotations
 
@@ -250,7 +253,7 @@ def _telling(folder: Storage, storage: str) -> Iterator[None]:
 def _way_on(folder: Storage, storage: str, refused: bool = False) -> str:
     """What continues a run, and from where; empty if the run has not begun, or if its workers refused its settings.
 
-    If they have taken them before, as a checkpoint shows, what they refuse may be a node.
+    A checkpoint shows that workers have taken the settings before: then the cause may be a node.
     """
     from rlx.runs import run_folder
     from rlx.storage import checkpoint_catalog

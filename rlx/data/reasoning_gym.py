@@ -31,7 +31,7 @@ _LOG = logging.getLogger("rlx")
 _MOST_LEFT_OUT = 0.1  # share of the training questions
 _OWN = ("seed", "size")  # parameters that follow from other settings
 _GENERATING = ("data.source", "eval.sets")
-"""how the settings begin whose addresses may generate prompts"""
+"""the beginnings of the settings whose addresses may generate prompts"""
 _SECONDS, _BATCH_SECONDS = 5.0, 5.0  # of computing: for one answer; for the slow ones of a batch
 
 

@@ -130,7 +130,7 @@ def _as_prompts(ids: Iterable[int], table: pa.Table) -> list[Prompt]:
 
 
 class Order(Protocol):
-    """Which prompt comes when."""
+    """The order in which prompts come."""
 
     def ids(self, positions: Sequence[int]) -> list[int]:
         """Returns the id of the prompt at each position, from which its row follows; no id occurs twice."""
@@ -138,7 +138,7 @@ class Order(Protocol):
 
 @dataclass(frozen=True)
 class Shuffled:
-    """Epoch after epoch, each in its own order."""
+    """All rows, epoch after epoch, each in an order of its own."""
 
     seed: int
     size: int  # rows of the table

@@ -32,7 +32,7 @@ _STACK = 8 * _MIB
 _HERE, _PYTHON = Path(__file__).parent, Path(traceback.__file__).parent
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _CANCEL_S = 1.0
-"""in which an `async` method that took too long has to end when it is cancelled"""
+"""seconds in which an `async` method that took too long has to end when it is cancelled"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Host(Protocol):
         ...
 
     def replace(self) -> None:
-        """Has the process ended and started anew."""
+        """Ends the process and starts it anew."""
         ...
 
     async def is_up(self) -> bool:
@@ -121,7 +121,7 @@ class EnvironmentHost(BulkActor):
         self._limit = MemoryLimit(settings.memory_mb * _MIB) if settings.memory_mb else None
 
     async def start(self, key: str, beginning: Beginning) -> Reply:
-        """Begins an episode under a key. One that has the key ends before; if that takes too long, none is begun."""
+        """Begins an episode under a key. One that has it is ended first; if that takes too long, none is begun."""
         ended = await self.close(key)
         if ended.failure:
             return ended

@@ -76,7 +76,7 @@ class Instance:
         return self.thread.is_busy or not (self.task is None or self.task.done())
 
     def give_up(self) -> None:
-        """Cancels an `async` call under way, and has no other begin; a plain one cannot be ended."""
+        """Cancels an `async` call under way, and lets no other begin; a plain one cannot be ended."""
         self.is_given_up = True
         if self.task and not self.thread.is_busy:
             self.task.cancel()

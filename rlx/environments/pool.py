@@ -57,7 +57,7 @@ class ActorHost:
     """A host in a Ray actor."""
 
     def __init__(self, actor: Any, timeout_s: float) -> None:
-        """`timeout_s`: in which a call ends, with the time that it waits for other ranks' calls there."""
+        """`timeout_s`: the time in which a call ends, the wait for other ranks' calls there included."""
         self._actor, self._timeout_s, self._has_answered = actor, timeout_s, False
         self._calls, self._is_dead, self._is_starting = BulkCalls(actor, "its host"), False, False
 
@@ -105,7 +105,7 @@ class FailureCounts(Counter[FailureKind]):
         self._notify = notify
 
     def add(self, kind: FailureKind, reason: str) -> None:
-        """Counts one."""
+        """Counts a failure."""
         self[kind] += 1
         if self[kind] == 1:
             self._notify(f"an environment: {reason} - it is counted from here on, and not told again")
@@ -132,7 +132,7 @@ class EnvironmentPool:
     def __init__(self, hosts: Sequence[Host], owner: str, *, retries: int, concurrency: int, notify: Notify) -> None:
         """
         Args:
-            owner: what the keys of its episodes begin with: another rank has another one.
+            owner: the beginning of the keys of its episodes; each rank has its own.
             retries: how often an episode is repeated because a call failed.
             concurrency: calls of a host at the same time.
         """
@@ -325,7 +325,7 @@ class EnvironmentPool:
         return failed, same
 
     def _replace(self, host: int, life: int, reason: str) -> bool:
-        """Has a host's process started anew, once for all who find it lost in the same life; false for the others."""
+        """Starts a host's process anew, once for all who find this process lost; false for those who come later."""
         if self._lives[host] != life:
             return False
         self._lives[host] += 1

@@ -21,7 +21,7 @@ class SecondInstance:
     def __init__(
         self, key: str, host: Host, room: asyncio.Semaphore, beginning: Beginning, lost: Callable[[str], object]
     ) -> None:
-        """`key`: of the episode; `lost`: is told why the host is lost."""
+        """`key`: that of the episode; `lost`: called with the reason if the host is lost."""
         self.key = f"{key}/second"
         self._host, self._room, self._lost = host, room, lost
         self._replies = asyncio.create_task(self._after(None, "start", beginning))

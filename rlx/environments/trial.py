@@ -65,7 +65,7 @@ def try_environment(environment: EnvironmentConfig, prompts: Sequence[Prompt]) -
 
 
 def _trial(settings: HostSettings) -> Callable[[TaskRow], tuple[str, bool]]:
-    """Runs in the child process: what tries the environment on a row; gives why it fails, and whether it repeats."""
+    """Runs in the child process: makes what tries the environment on a row, and says why it fails and if it repeats."""
 
     def tried(row: TaskRow) -> tuple[str, bool]:
         if why := _undescribed(settings.name):

@@ -93,7 +93,7 @@ def length_penalty(response: Response, config: RewardConfig) -> float:
 
 
 def environment_score(response: Response, config: RewardConfig) -> float:
-    """The sum of what the environment has rewarded the episode with."""
+    """The sum of the rewards that the environment has given in the episode."""
     assert response.environment_score is not None  # RunConfig checks that there is an environment
     return response.environment_score
 

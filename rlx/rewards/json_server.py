@@ -26,11 +26,11 @@ from rlx.rewards.custom import RewardError
 
 T = TypeVar("T")
 MAX_ANSWER_BYTES = 2 << 20
-"""checked before it is parsed: JSON of so many bytes may take fifty times as much memory"""
+"""the largest answer that is parsed: JSON may take fifty times as much memory as bytes"""
 
 
 class UselessAnswerError(RewardError):
-    """The server is there and answers the request, but never with something of use."""
+    """The server answers the request, but never with something of use."""
 
 
 class RefusedError(UselessAnswerError):

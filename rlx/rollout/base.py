@@ -1,8 +1,8 @@
 """What generation is for the rest of rlx: the records of a request, an engine, and a group of engines.
 
 `Engine` is one inference engine, as its actor offers it. `Engines` is all of them together, as training sees them.
-`EngineGroup` implements `Engines` over Ray actors, `FakeEngines` implements it in a plain process. This module imports
-neither ray nor an inference library.
+`EngineGroup` implements `Engines` over Ray actors, `FakeEngines` implements it in a plain process. Left out:
+what an engine does with a request. This module imports neither ray nor an inference library.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starts vLLM engines as Ray actors in a placement group. engine_pool.py sends them requests.
+"""Starts vLLM engines as Ray actors in a placement group. Left out: requests to them (engine_pool.py).
 
 Engines belong to the process that starts the run, not to rank 0, so they outlive a restart of the workers. Those that
 share a worker's GPU belong to the worker.

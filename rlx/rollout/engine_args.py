@@ -1,6 +1,6 @@
 """The arguments of vLLM's engine for a run's settings, and peft's description of adapters. Imports no vLLM.
 
-Whether engines are on GPUs follows from the resource plan, so the caller passes it.
+Left out: whether engines are on GPUs. That follows from the resource plan, so the caller passes it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """All engines together, as all ranks use them: completions from them, weights to them, and agreement on the lost ones.
 
-engine_pool.py has the requests of one rank to the engines, weight_sync/ the transport of weights. A lost engine is used
-again when Ray has replaced its process and it has received the weights.
+A lost engine is used again when Ray has replaced its process and it has received the weights. Left out: the requests of
+one rank to the engines (engine_pool.py), and the transport of weights (weight_sync/).
 """
 
 from __future__ import annotations

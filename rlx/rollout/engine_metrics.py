@@ -1,4 +1,7 @@
-"""What an engine tells Prometheus, with the name of the run that it works for; engines outlive runs."""
+"""What an engine tells Prometheus, with the name of the run that it works for; engines outlive runs.
+
+Left out: the metrics of a run itself (rlx.tracking).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ class EngineMetrics:
     def __init__(self, cache_tokens: int) -> None:
         """
         Args:
-            cache_tokens: how many the KV cache holds.
+            cache_tokens: the number of tokens that the KV cache holds.
         """
         self._cache_tokens, self._run, self._in_work, self._needed = cache_tokens, "", 0, 0
         self._requests = Gauge("rlx_engine_requests", "Completions that an engine works on now.", ("run",))
@@ -27,7 +30,7 @@ class EngineMetrics:
         self._tokens = Counter("rlx_engine_tokens", "Tokens that an engine has generated.", ("run",))
 
     def begin(self, run: str) -> None:
-        """From here on the engine works for this run. It may still work on what an earlier run had asked for."""
+        """Notes the run that the engine works for from here on; requests of an earlier run may not have ended yet."""
         if run == self._run:
             return
         if self._run:

@@ -1,7 +1,7 @@
 """The engines as one rank uses them: which engine gets which prompts, and what happens to those of a lost engine.
 
-Here each rank decides for itself. What all ranks agree on, and the weights, are in engine_group.py; how engines are
-started is in engine_actors.py.
+Here each rank decides for itself. Left out: what all ranks agree on, and the weights (engine_group.py); how engines are
+started (engine_actors.py).
 """
 
 from __future__ import annotations

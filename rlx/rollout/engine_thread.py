@@ -1,7 +1,7 @@
 """The thread that steps an inference engine, so that its blocking calls leave an async actor free to take requests.
 
-It works with any engine that can be stepped; vllm_engine.py has such an engine. `DeviceTurn` is for engines on the same
-GPU that are to step one after the other.
+It works with any engine that can be stepped. `DeviceTurn` is for engines on the same GPU that are to step one after
+the other. Left out: such an engine (vllm_engine.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Stepped(Protocol):
     """An engine whose methods run on the thread alone."""
 
     turn: DeviceTurn
-    """it has this while it is busy"""
+    """the turn that the engine has while it is busy"""
 
     @property
     def is_busy(self) -> bool:

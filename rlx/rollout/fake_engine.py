@@ -2,7 +2,8 @@
 
 `FakeEngine` has the methods of an engine's actor; `ray.remote(FakeEngine).remote()` is an actor like any other engine.
 `FakeEngines` has the interface that training uses, in this process. Completions depend on (seed, prompt) alone; a
-test can give a function that answers each request, and so knows every token.
+test can give a function that answers each request, and so knows every token. Left out: sampling options that
+cut or penalize tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rlx.rollout.weight_sync.buckets import Bucket, unpack
 from rlx.types import Completion, Prompt, Sampling, WeightSyncError
 
 Answer = Callable[[Request], Output]
-"""completes one request"""
+"""the completion of one request"""
 
 
 Decode = Callable[[Sequence[int]], str]

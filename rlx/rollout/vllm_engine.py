@@ -1,7 +1,7 @@
 """The vLLM engine: an actor around one in-process engine. Token ids in; token ids and log-probabilities out.
 
-vllm is imported here and in vllm_scheduler.py alone, and only inside the actor's process. Which engine gets which
-prompt is decided in engine_pool.py, and how weights arrive in weight_sync/.
+vllm is imported here and in vllm_scheduler.py alone, and only inside the actor's process. Left out: which engine gets
+which prompt (engine_pool.py), and how weights arrive (weight_sync/).
 """
 
 from __future__ import annotations

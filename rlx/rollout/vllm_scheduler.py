@@ -7,7 +7,8 @@ With hundreds of requests the host spends longer on a step than the GPU. Two thi
 - A token that does not end its request is kept here. vLLM gets a request's tokens together when it ends: with
   FINAL_ONLY nobody sees an output before.
 
-All else is left to vLLM, step by step and request by request. `refusal` says which engines cannot have this scheduler.
+Left out: all else, which vLLM does, step by step and request by request. `refusal` says which engines cannot have this
+scheduler.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from vllm.v1.request import RequestStatus
 _LOG = logging.getLogger("rlx")
 
 VLLM_VERSIONS = ("0.24.", "0.32.")
-"""whose schedulers were compared with this one, step by step"""
+"""versions whose schedulers were compared with this one, step by step"""
 _COUNTS_IN_FLIGHT = vllm.__version__.startswith("0.32.")  # whether requests count the tokens that are under way
 # A count of tokens under way that belong to the time before a request was preempted.
 _STALE = "num_stale_output_tokens" if _COUNTS_IN_FLIGHT else "async_tokens_to_discard"
@@ -50,7 +51,7 @@ def make_scheduler(**given: Any) -> Any:
 
 
 def refusal(config: Any, cache: Any, log_stats: bool) -> str:
-    """Why an engine must have vLLM's own scheduler; empty if it need not.
+    """The reason why an engine must have vLLM's own scheduler; empty if it need not.
 
     Args:
         config: vLLM's, of everything.
@@ -274,10 +275,10 @@ class _Decode(_EITHER):  # type: ignore[misc]
 
 
 class DecodeScheduler(_Decode, Scheduler):  # type: ignore[misc]
-    """For steps one after the other."""
+    """The scheduler for steps one after the other."""
 
 
 class AsyncDecodeScheduler(_Decode, AsyncScheduler):  # type: ignore[misc]
-    """For steps that are scheduled before the last one's tokens are there."""
+    """The scheduler for steps that are scheduled before the tokens of the step before are there."""
 
     _overlaps = True

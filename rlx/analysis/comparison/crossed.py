@@ -46,7 +46,7 @@ class Spread(NamedTuple):
     rest: float  # of a seed on a question: what seeds change there, and what sampling does
 
     def of_mean(self, seeds: int, questions: int) -> Spread:
-        """What each adds to the variance of the mean of a table of this size."""
+        """What each effect adds to the variance of the mean of a table of this size."""
         return Spread(self.seed / seeds, self.question / questions, self.rest / seeds / questions)
 
 
@@ -77,8 +77,8 @@ class CrossedMean(NamedTuple):
 
     @property
     def chance(self) -> float:
-        """Of a mean that is as far from 0 if the true one is 0, on either side: one minus the level of the interval
-        that just reaches 0; 1 if all values are 0."""
+        """The chance of a mean that is as far from 0, on either side, if the true one is 0: one minus the level of the
+        interval that just reaches 0; 1 if all values are 0."""
         if math.isnan(self.half_width) or not self.value:
             return math.nan if math.isnan(self.half_width) else 1.0
 

@@ -39,7 +39,7 @@ class Judged(NamedTuple):
 
     @classmethod
     def of(cls, metric: str) -> Judged | None:
-        """None for a metric that is no evaluation's, or only that of the questions of one source."""
+        """What a metric is of; None if it is no evaluation's, or only that of the questions of one source."""
         parts = metric.split("/")
         if parts[0] != "eval" or len(parts) not in (2, 3) or (len(parts) == 3 and parts[1] in _PLAIN):
             return None
@@ -86,7 +86,7 @@ class EvaluatedRun:
 
     @property
     def judged(self) -> Judged | None:
-        """What its metric is of."""
+        """The questions and the quantity that its metric is of."""
         return Judged.of(self.metric)
 
     @property

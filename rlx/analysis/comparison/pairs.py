@@ -63,7 +63,7 @@ Looks = Callable[[int, int], int]
 
 
 def one_look(step: int, seeds: int) -> int:
-    """For settings that nobody stopped for that."""
+    """The one look at settings that nobody stopped for being behind."""
     return 1
 
 

@@ -9,7 +9,7 @@ from rlx.analysis.statistics import Group
 
 
 def front(points: Sequence[Sequence[float]]) -> list[bool]:
-    """For each point whether no other one is at least as low in all coordinates and lower in one.
+    """Whether each point is on the Pareto front: no other one is at least as low in all coordinates and lower in one.
 
     A point with a coordinate that is not known (NaN) is on no front and beats nobody.
     """

@@ -34,7 +34,7 @@ def sweep_verdict(groups: Sequence[Group], evidence: Evidence, metric: str) -> s
 
 
 def gap_sentence(pair: PairedGap) -> str:
-    """By how much two settings differ, and whether that may be chance."""
+    """A sentence on how far two settings differ, and whether that may be chance."""
     if math.isnan(pair.gap.half_width):
         return (
             f"{pair.first.label} and {pair.second.label} differ by {as_text(pair.gap.value)} on one seed: no interval."
@@ -45,14 +45,14 @@ def gap_sentence(pair: PairedGap) -> str:
 
 
 def _chosen(group: Group) -> str:
-    """That a setting was the best of several, so that some of its lead is luck."""
+    """A sentence that a setting was the best of several, so some of its lead is luck; empty if it was not."""
     if group.chosen_from < 2:
         return ""
     return f" {group.label} is the best of {group.chosen_from} settings, and was lucky, too: fresh seeds tell more."
 
 
 def interval_text(pair: PairedGap) -> str:
-    """0.011 (95 %: 0.006 to 0.015; paired by 3 seeds and 256 questions)."""
+    """A difference with its interval: 0.011 (95 %: 0.006 to 0.015; paired by 3 seeds and 256 questions)."""
     low, high = pair.ends
     seeds = f"{pair.seeds} seed{'s' if pair.seeds > 1 else ''}"
     by = f"{seeds} and {len(pair.questions)} questions" if pair.is_by_question else seeds
@@ -111,7 +111,7 @@ def _paired_verdict(evidence: Evidence, nearest: PairedGap, metric: str) -> str:
 
 
 def _where(pair: PairedGap) -> str:
-    """At which step two settings were compared, if the first went further, or was behind there."""
+    """The step at which two settings were compared, if the first went further or was behind there; else empty."""
     if pair.step == max(trial.last_step for trial in pair.first.ended) and pair.gap.value >= 0:
         return ""
     behind = ": it was behind there" if pair.gap.value < 0 else ""  # the other ended earlier, or lacks a seed
@@ -119,7 +119,7 @@ def _where(pair: PairedGap) -> str:
 
 
 def _one_run(pair: PairedGap) -> str:
-    """What an interval over questions alone leaves open."""
+    """A sentence on what an interval over questions alone leaves open; empty for several seeds."""
     return " With one seed that speaks of these two runs, not of their settings; use --seeds 3." * (pair.seeds == 1)
 
 

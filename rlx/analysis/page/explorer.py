@@ -24,7 +24,7 @@ from rlx.analysis.style import NUM_NAMED, colors
 from rlx.tracking.metrics import METRICS, meaning
 
 MAX_TRIALS = 60
-"""of how many trials the curves are shown: reading them takes 0.15 s for each from SQLite"""
+"""the number of trials whose curves are shown: reading them takes 0.15 s for each from SQLite"""
 _MAX_VALUES = 300_000  # of all curves together: about 2 MB
 _MAX_POINTS, _MIN_POINTS = 500, 20  # of a curve that is thinned
 _LEADING = ("reward/mean", "kl/ref", "response/length_mean", "policy/entropy")  # what one looks at first

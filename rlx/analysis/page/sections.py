@@ -154,7 +154,7 @@ def _best_so_far(sweep: Sweep, metric: str, mode: Mode) -> list[PageSection]:
 
 
 def _stops(sweep: Sweep, uri: str, metric: str, mode: Mode) -> list[PageSection]:
-    """Where a scheduler stopped trials, and what their values were there."""
+    """The steps at which a scheduler stopped trials, and their values there."""
     rungs = progress.find_rungs(sweep, metric)
     if not rungs:
         return []

@@ -1,4 +1,7 @@
-"""Makes a schedule of what population based training found: rlx lineage [SWEEP]"""
+"""Makes a schedule of what population based training found: rlx lineage [SWEEP]
+
+Left out: how a lineage is read from the records of a sweep (rlx.sweeps.schedulers.lineage).
+"""
 
 from __future__ import annotations
 

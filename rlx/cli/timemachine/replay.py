@@ -1,4 +1,7 @@
-"""Does a step of a run again and compares it with the record: rlx replay RUN --step 37"""
+"""Does a step of a run again and compares it with the record: rlx replay RUN --step 37
+
+Left out: the comparison itself (rlx.replay).
+"""
 
 from __future__ import annotations
 

@@ -43,14 +43,14 @@ def parser_of(description: str, usage: str) -> argparse.ArgumentParser:
 
 
 def add_places(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that names places."""
+    """Adds --set, which says where the model or the prompts of a run are on this machine."""
     parser.add_argument(
         "--set", metavar="SETTING=PLACE", action="append", help="where the model or the prompts of the run are here"
     )
 
 
 def add_gap(parser: argparse.ArgumentParser) -> None:
-    """Adds the option of the gap that is allowed."""
+    """Adds --gap, by how much a metric may differ."""
     parser.add_argument(
         "--gap",
         metavar="X",
@@ -123,7 +123,7 @@ def check_run(which: str, storage: str) -> None:
 
 
 def moved(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of this machine, and where here is what the run names elsewhere.
+    """The settings of this machine, and the places here of what the run names elsewhere.
 
     Raises:
         ConfigError: a setting would change what a step computes.

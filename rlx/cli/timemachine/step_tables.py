@@ -1,4 +1,4 @@
-"""Tables of what a step trained on: its prompts, and the tokens of one of them."""
+"""Tables of what a step trained on: its prompts, and the tokens of one. Left out: their content (rlx.replay)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says whether the record of a run holds: rlx verify RUN"""
+"""Says whether the record of a run holds: rlx verify RUN. Left out: which steps can be done again (rlx.replay)."""
 
 from __future__ import annotations
 

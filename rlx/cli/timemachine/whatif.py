@@ -1,4 +1,7 @@
-"""What other settings would have done: rlx whatif RUN@30 --set algorithm.clip_high=0.28 --steps 20"""
+"""Says what other settings would have done: rlx whatif RUN@30 --set algorithm.clip_high=0.28 --steps 20
+
+Left out: a sweep of such branches (branched_sweep).
+"""
 
 from __future__ import annotations
 

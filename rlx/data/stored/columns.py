@@ -77,7 +77,7 @@ class Columns:
 
     @functools.cached_property
     def settings(self) -> dict[str, str]:
-        """By the name of each cell that is read, the setting that names it."""
+        """The setting that names each cell that is read, by the name of the cell."""
         asked = [column for _, column in self.parts if column] or [self.question]
         named = dict.fromkeys(asked, "--data.prompt-template" if self.template else "--data.prompt-column")
         named |= {self.system: "--data.system-column"} if self.system else {}

@@ -30,8 +30,8 @@ from rlx.types import Utterance
 
 _LARGEST = 16 << 20  # bytes of a request
 _PAUSE_S, _LONGEST_S = 0.002, 1.0
-"""by how much each request after the end waits longer for its refusal, and at most: 30 turns of an agent that takes
-errors for answers are over in a second, and one that asks in a loop keeps no core busy"""
+"""seconds that each request after the end waits longer for its refusal, and the most that one waits: 30 turns of an
+agent that takes errors for answers are over in a second, and one that asks in a loop keeps no core busy"""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 

@@ -1,6 +1,7 @@
 """Games: a number to guess, a small world of rooms, and the games of Gymnasium.
 
 A game is a dialogue; all its chance follows from the seed of `reset`. Imports rlx.types, and gymnasium for its own.
+Left out: who plays (rlx.rollout.episodes).
 
 Example:
     from rlx.environments.games.guess_number import GuessNumber

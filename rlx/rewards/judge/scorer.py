@@ -133,7 +133,7 @@ class Judge:
                 yield JudgeQuestion(self.rubric.comparison(prompt.question, prompt.answer, order), number, tuple(order))
 
     def _replies(self, texts: Sequence[str]) -> dict[str, str | RewardError]:
-        """By question what `_reply` gives for it."""
+        """What `_reply` gives for each question."""
         try:
             with ThreadPoolExecutor(self.config.judge_parallel) as pool:
                 return dict(zip(texts, pool.map(self._reply, texts), strict=True))

@@ -122,7 +122,7 @@ class _Watch:
         return next((name for name, is_reached in reached.items() if is_reached), None)
 
     def reap(self) -> int | None:
-        """Takes in all processes that have ended; the status of the program, if it is one of them."""
+        """Waits for all processes that have ended; returns the status of the program if it is one of them."""
         status = None
         with suppress(ChildProcessError):
             while (ended := os.wait4(-1, os.WNOHANG))[0]:

@@ -134,7 +134,7 @@ class Dialogue:
 
 @contextmanager
 def _refusals(messages: Sequence[Utterance]) -> Iterator[None]:
-    """Makes whatever the template, a program, or the tokenizer raises on an environment's messages its failure."""
+    """Turns what the template (a program) or the tokenizer raises on an environment's messages into its failure."""
     try:
         yield
     except Exception as error:

@@ -41,7 +41,7 @@ class EpisodeLimits:
 
 @dataclass(frozen=True)
 class EpisodeSeeds:
-    """Which episode it is, and the seeds that follow from that."""
+    """What identifies an episode, and the seeds that follow from that."""
 
     run_seed: int
     step: int  # of the run, at which the episode was begun
@@ -50,7 +50,7 @@ class EpisodeSeeds:
 
     @cached_property
     def digest(self) -> str:
-        """Of all that decides what an environment says to the same actions: the seeds, and the row that it is given."""
+        """The digest of what decides an environment's answers to equal actions: the seeds, and the row that it gets."""
         decisive = (self.run_seed, self.step, self.prompt.id, self.sample, self.prompt.task)
         return hashlib.blake2b(repr(decisive).encode(), digest_size=12).hexdigest()
 

@@ -18,7 +18,7 @@ from rlx.types import EnvironmentFailed, Episode, KeptEpisode, Observation, Task
 
 @dataclass
 class _Repeated:
-    """An open episode that has been as it was kept so far."""
+    """An open episode that has repeated a kept one so far."""
 
     token_ids: Sequence[int]  # of the completion that was kept
     episode: Episode
@@ -27,7 +27,7 @@ class _Repeated:
 
     @property
     def answers(self) -> list[Observation]:
-        """Of the beginning and of the actions so far."""
+        """The kept answers to the beginning and to the actions so far."""
         turns = self.episode.turns[: len(self.actions)]
         return [self.episode.start, *(turn.observation for turn in turns)]
 
@@ -42,7 +42,7 @@ class _Repeated:
 
     @property
     def final(self) -> Observation | None:
-        """The score after the last turn; None: it ends elsewhere, or rounding has hidden the score in the sum."""
+        """The score after the last turn; None if not all turns were repeated, or rounding has hidden it in the sum."""
         episode = self.episode
         rewards = sum(turn.observation.reward for turn in episode.turns)
         reward = episode.score - rewards
@@ -99,7 +99,7 @@ class KeptEnvironments:
         return self._open.pop(key, None) is not None or await self._environments.close(key, check)
 
     async def _leave(self, key: str) -> None:
-        """Has the environment make what was repeated of an episode so far, and asks it from there on."""
+        """Begins the episode in the environment, with the actions so far; from then on the environment is asked."""
         repeated = self._open.pop(key, None)
         if repeated is None:
             return

@@ -100,7 +100,7 @@ class Player:
         return pending
 
     def go_on(self, pending: PendingEpisodes) -> None:
-        """Has the episodes played that are not over, unless that is being done."""
+        """Plays the episodes that are not over, unless they are being played; does not wait."""
         if pending.playing is None or pending.playing.done():
             pending.playing = self.loop.run(self._play_all(pending))
 
@@ -170,7 +170,7 @@ class EventLoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
-        """Has a coroutine run on it; does not wait."""
+        """Starts a coroutine on the loop; does not wait."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, daemon=True, name=self._name).start()

@@ -1,7 +1,7 @@
 """What both ends of weight transports share: where engines are, what an update is, how to wait.
 
-The sending end of a transport is a `Transport` (sender.py), the end in an engine's worker is a `ReceivingEnd`. How each
-transport works is in its own file. This module does not import torch, so that the driver can import it quickly.
+The sending end of a transport is a `Transport` (sender.py), the end in an engine's worker is a `ReceivingEnd`. This
+module does not import torch, so that the driver can import it quickly. Left out: how each transport works (its file).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 """name, dtype and shape of each tensor of a bucket"""
 
 ALIGNMENT = 16
-"""bytes: a tensor of any dtype may begin at a multiple of it"""
+"""a number of bytes: a tensor of any dtype may begin at a multiple of it"""
 _CHECKSUM = 16  # bytes after the tensors, of which the first 8 are used
 _WIDTH = 1024  # words of a row, see `_checksum`
 

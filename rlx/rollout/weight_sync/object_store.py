@@ -1,7 +1,7 @@
 """Weights through Ray's object store: shared memory within a node, a copy between nodes. It reaches every engine.
 
 Buckets go to the engine's actor, as arguments of `receive`, and from there to its one worker. It is also the only
-transport for adapters, which the actor writes to a folder.
+transport for adapters, which the actor writes to a folder. Left out: where it is used (topology.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlx.types import WeightSyncError
 
 
 def any_rank(worker: DeviceLocation, trainers: Sequence[DeviceLocation], joined: Sequence[DeviceLocation]) -> int:
-    """Ray's object store is the same for all ranks."""
+    """The rank that a worker gets weights from: any, since Ray's object store is the same for all."""
     return 0
 
 

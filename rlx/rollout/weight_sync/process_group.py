@@ -2,6 +2,7 @@
 
 Also the store of torch.distributed through which its members meet, and in which senders and receivers of all transports
 leave notes. A group is kept while the same engine processes are in it; if one dies or hangs, the group is closed.
+Left out: which engines are in a group (topology.py).
 """
 
 from __future__ import annotations
@@ -317,7 +318,10 @@ _GROUPS: dict[str, Callable[..., Any]] = {"nccl": _nccl, "gloo": dist.ProcessGro
 
 @contextmanager
 def _without_error_handling() -> Iterator[None]:
-    """Without it, an engine that dies ends the trainer's process as well: torch reads this when a group is made."""
+    """Turns off torch's own handling of errors, by which an engine that dies would end the trainer's process as well.
+
+    Torch reads the variable when a group is made.
+    """
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"

@@ -1,7 +1,7 @@
 """The receiving end of weight updates, in each worker process of a vLLM engine: loads Hugging Face tensors.
 
 While one bucket is loaded the next one arrives. On a GPU the host waits only at the end: the stream keeps the order,
-and the checksums are read once. How buckets arrive is in the transports' files.
+and the checksums are read once. Left out: how buckets arrive (the transports' files).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Weights in memory that a trainer and an engine worker both map: CUDA IPC on one GPU, shared memory on a node's CPUs.
 
 The trainer notes in the store when it has filled a bucket, the worker notes when it has read it. No bytes travel.
+Left out: which workers share memory with which trainer (topology.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Weights from the trainers to the engines: gathered from the FSDP shards bucket by bucket, each bucket sent while the
 next one is gathered, and checked on arrival.
 
-Which transport reaches which engine is decided in topology.py; one update on one rank is in sender.py.
+Left out: which transport reaches which engine (topology.py), and one update on one rank (sender.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlx.rollout.weight_sync.topology import TRANSPORTS, routes
 from rlx.types import ShardedWeight
 
 BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
-"""on a GPU the cost of a bucket is Python's time, not the copy's"""
+"""the size of a bucket by device: on a GPU a bucket costs Python's time, not the copy's"""
 
 
 class WeightSync:
@@ -155,7 +155,7 @@ def this_device(device: torch.device) -> DeviceLocation:
 
 
 def own_address() -> str:
-    """Where the run's other processes reach this one: nobody else does while the cluster has one node."""
+    """The address at which the run's other processes reach this one; with one node nobody else reaches it."""
     alone = sum(node["Alive"] for node in ray.nodes()) == 1
     return "127.0.0.1" if alone else ray.util.get_node_ip_address()
 

@@ -1,6 +1,6 @@
 """The table of transports, and which of them each engine takes: from where the engine and the trainers compute.
 
-Nothing is sent here. A new transport is a file with its two ends, an entry in TRANSPORTS, and a row of `_ROWS`.
+Left out: sending. A new transport is a file with its two ends, an entry in TRANSPORTS, and a row of `_ROWS`.
 """
 
 from __future__ import annotations

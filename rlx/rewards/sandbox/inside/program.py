@@ -12,7 +12,7 @@ from rlx.rewards.sandbox.inside.values import MUTABLE, Wire, decode, encode, own
 
 
 class ProgramSide:
-    """Does what the tests ask for. All of it may be turned upside down by the program, which runs in this process."""
+    """Does what the tests ask for. The program may change all of it, since it runs in this process."""
 
     def __init__(self) -> None:
         self.wire, self.objects = Wire(), list[Any]()

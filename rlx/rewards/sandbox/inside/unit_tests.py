@@ -110,7 +110,7 @@ class TestSide:
         return found[name]
 
     def _of_program(self, names: Sequence[str]) -> dict[str, Any]:
-        """Those of the names that the program defines, and their values; none once it has ended."""
+        """The values of those names that the program defines; none once it has ended."""
         wanted = [name for name in names if name[:2] != "__"]
         try:
             self.wire.send({"globals": wanted})
