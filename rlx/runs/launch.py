@@ -43,7 +43,7 @@ from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage, StorageError, check_writable
 from rlx.storage.signatures import SIGNATURE, Signer
 from rlx.tracking import changes, outbox, provenance, tracker
-from rlx.tracking.base import RunStatus, Tracker, TrackingService
+from rlx.tracking.base import RunStatus, TrackingService
 from rlx.tracking.parameters import params_of
 from rlx.tracking.startup import EventLog
 from rlx.tracking.tracker import OutboxTracker
@@ -238,7 +238,7 @@ def examine(
         prepared = replace(prepared, tables=prompt_tables(config, prepared.model_path))
         folder = open_storage(f"{temporary}/check")
         tree = doctor.with_no_learning(config).model_dump()
-        job = JobSpec(tree, prepared.model_path, folder, tracking=None, examine=True)
+        job = JobSpec(tree, prepared.model_path, folder, examine=True)
         figures = leased.run(prepared, job, _ignore, notify)
     at_reference = doctor.starts_at_reference(config.resolved_reference, config.model, config.checkpoint)
     return doctor.verdicts(figures, config.model.dtype, at_reference)
@@ -337,7 +337,7 @@ def _closing(record: OutboxTracker, name: str, notify: Notify, parent: Parent | 
 
 
 @contextmanager
-def _adding_page(record: Tracker, prepared: PreparedRun, folder: Storage) -> Iterator[None]:
+def _adding_page(record: OutboxTracker, prepared: PreparedRun, folder: Storage) -> Iterator[None]:
     """Adds a page of the completions to the records at the end of the block, also of one that fails."""
     try:
         yield
@@ -349,7 +349,7 @@ def _adding_page(record: Tracker, prepared: PreparedRun, folder: Storage) -> Ite
     _add_page(record, prepared, folder)
 
 
-def _add_page(record: Tracker, prepared: PreparedRun, folder: Storage) -> None:
+def _add_page(record: OutboxTracker, prepared: PreparedRun, folder: Storage) -> None:
     keeps = prepared.config.tracking.completions > 0
     if keeps and (text := last_page.last_page(folder, prepared.name)):
         record.log_text(last_page.FILE, text)

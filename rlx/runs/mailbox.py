@@ -56,7 +56,7 @@ class JobSpec:
     config: Mapping[str, Any]  # the settings, as a tree
     model_path: str  # Hugging Face folder or name
     folder: Storage  # of the run
-    tracking: Sequence[TrackingService] | None  # None: nothing is recorded
+    tracking: Sequence[TrackingService] = ()  # none: nothing is recorded
     signature: str = ""  # of the settings, for checkpoints
     examine: bool = False  # run the doctor instead of training
     waits: bool = False  # after each evaluation, until it is released

@@ -56,9 +56,7 @@ from rlx.samples.episodes import KnownEpisodes
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.checkpoint_writer import FinishedCheckpoint
 from rlx.storage.filesystem import Storage, retry
-from rlx.tracking.base import Tracker
 from rlx.tracking.changes import note_changes
-from rlx.tracking.memory import NullTracker
 from rlx.tracking.services.mlflow_page import SystemMetrics
 from rlx.tracking.tracker import OutboxTracker
 from rlx.training import loop
@@ -88,7 +86,7 @@ class Job:
 class RayReporter:
     """Reports to the run's driver through Ray Train, and to the tracker; see `training.reporting.Reporter`."""
 
-    tracker: Tracker
+    tracker: OutboxTracker
     job: Job
     rank: int
     gauge: Gauge | None = None  # the newest value of each metric, for Prometheus
@@ -206,10 +204,15 @@ def recorder(job: Job, rank: int, start: CheckpointEntry | None) -> RayReporter:
     spec = job.spec
     again = rank == 0 and note_changes(spec.folder, spec.config, start)
     if rank > 0 or not spec.tracking:
-        return RayReporter(NullTracker(), job, rank)
+        return silent(job, rank)
     tracker = OutboxTracker(spec.tracking, spec.folder, "rank_0", job.notify, again=again)
     machine = SystemMetrics() if spec.config["tracking"]["system_metrics"] else None
     return RayReporter(tracker, job, rank, step_gauge(), machine)
+
+
+def silent(job: Job, rank: int) -> RayReporter:
+    """What a rank reports to that records nothing."""
+    return RayReporter(OutboxTracker((), job.spec.folder, f"rank_{rank}"), job, rank)
 
 
 class WarningRelay(logging.Handler):
@@ -275,7 +278,7 @@ def inputs_of(job: Job) -> TrainingInputs:
         device=device,
         tables={name: prompt_share(name) for name in names},
         folder=spec.folder,
-        reporter=RayReporter(NullTracker(), job, ray.train.get_context().get_world_rank()),
+        reporter=silent(job, ray.train.get_context().get_world_rank()),
         connect_engines=connections.engines,
         connect_scorers=connections.scorers,
         signature=spec.signature,

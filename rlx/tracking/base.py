@@ -1,10 +1,9 @@
-"""What a tracker offers to the code that reports numbers, and what a tracking service offers to the tracker.
+"""What a tracking service offers to the tracker: `TrackingService` and `RunWriter`.
 
-`Tracker` is the side that training, runs and sweeps see. `TrackingService` and `RunWriter` are the side of a service
-that stores the records: one file of services/ implements these two, and has a row in `tracker.TRACKING_SERVICES`.
-`TrackedRun` and `MetricPoint` are what is read back.
+One file of services/ implements these two, and has a row in `tracker.TRACKING_SERVICES`. `TrackedRun` and `MetricPoint`
+are what is read back.
 
-Left out: how records wait while a service is away (outbox.py, delivery.py).
+Left out: what records a run (tracker.py), and how records wait while a service is away (outbox.py, delivery.py).
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from rlx.config.sections.records import BackendName
-from rlx.storage.filesystem import Storage
 
 ERROR_TAG = "rlx.error"
 """the tag of a run that failed: why, in one line; gone or empty once the run goes on"""
@@ -67,80 +65,6 @@ class MetricPoint:
     step: int
     value: float
     at_ms: int  # since the epoch
-
-
-class Tracker(Protocol):
-    """Records one run: metrics, samples, texts and tags. One object serves one process of the run.
-
-    Except for `flush` and `close`, no method waits for the tracking service or fails because of it.
-    """
-
-    @property
-    def run_id(self) -> str | None:
-        """The id of the run in MLflow; None until MLflow has created the run, or if it does not record it."""
-
-    def open(
-        self,
-        experiment: str,
-        name: str,
-        *,
-        params: Mapping[str, Any],
-        tags: Mapping[str, str],
-        parent: Storage | None = None,
-    ) -> None:
-        """Creates the run, or continues it if it exists. One process of a run calls this.
-
-        Args:
-            experiment: the group of runs that the service lists together.
-            params: settings by dotted name.
-            parent: folder of the run that contains this one, on the same storage.
-
-        Raises:
-            ConfigError: the run's folder holds a damaged record.
-            StorageError: the folder cannot be read or written.
-        """
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Records all metrics of a step. A step that is recorded already keeps its first values.
-
-        A tracker of steps that are done again with other settings has the services take the new values.
-        """
-
-    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Records completions as a table. Call it before the `log` of the same step. The values must fit in JSON."""
-
-    def log_text(self, name: str, text: str) -> None:
-        """Stores a text file with the run; replaces an earlier one of the same name."""
-
-    def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Sets tags of the run; a tag that exists gets the new value."""
-
-    def end(self, status: RunStatus) -> None:
-        """Marks the run as ended now.
-
-        Args:
-            status: one other than RUNNING.
-        """
-
-    def flush(self, patience_s: float = 1.0) -> None:
-        """Returns once everything recorded so far would survive the death of this process.
-
-        Args:
-            patience_s: how long to wait for the service before the records are written to the run's folder instead.
-
-        Raises:
-            StorageError: the run's folder cannot be written.
-        """
-
-    def close(self, patience_s: float) -> int:
-        """Sends the remaining records and returns how many could not be sent. No other call may follow.
-
-        Args:
-            patience_s: how long to send; what remains after that stays in the run's folder.
-
-        Raises:
-            StorageError: the run's folder cannot be written.
-        """
 
 
 class RunWriter(Protocol):

@@ -113,7 +113,7 @@ class Delivery:
     def _open_run(self, *, parent: str | None, at: int, **description: Any) -> None:
         """Continues the run of the folder, or creates it and writes its id to run.json."""
         record = outbox.read_run_record(self._folder)
-        assert record.key  # `Tracker.open` has written it
+        assert record.key  # `OutboxTracker.open` has written it
         existing = record.ids.get(self.service.name)
         if existing is None or not self.service.reopen_run(existing, at):
             if existing:

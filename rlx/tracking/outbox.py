@@ -53,7 +53,7 @@ class RunRecord:
     """The content of run.json."""
 
     ids: Mapping[str, str] = field(default_factory=dict)  # by service, once it has created the run
-    key: str | None = None  # unique text that finds the run if its id was lost; None before `Tracker.open`
+    key: str | None = None  # unique text that finds the run if its id was lost; None before `OutboxTracker.open`
 
 
 # ---------------------------------------------------------------------------------------------------------------------

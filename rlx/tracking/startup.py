@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rlx.tracking.base import Tracker
+from rlx.tracking.tracker import OutboxTracker
 from rlx.types import Notify, OnReport, Phase
 
 
@@ -42,7 +42,7 @@ class StartUp:
 class EventLog:
     """Passes messages and steps on; keeps the messages, and how long the start took, as a text with the MLflow run."""
 
-    def __init__(self, record: Tracker, notify: Notify, on_report: OnReport) -> None:
+    def __init__(self, record: OutboxTracker, notify: Notify, on_report: OnReport) -> None:
         self.record, self.notify, self.on_report = record, notify, on_report
         self.file = f"events_{time.strftime('%Y-%m-%d_%H:%M:%S')}.txt"
         self.text, self.startup, self.is_started = "", StartUp(), False

@@ -60,12 +60,12 @@ def services_of(tracking: TrackingConfig, folder: Path) -> tuple[TrackingService
 
 
 class OutboxTracker:
-    """Records one run from one process of it; neither waits for a tracking service nor fails with it.
+    """Records one run from one process of it: metrics, samples, texts and tags.
 
-    Implements `Tracker`, which explains the methods.
+    Except for `flush` and `close`, no method waits for a tracking service or fails because of it.
 
     Args:
-        services: where the records go, each of them to all.
+        services: where the records go, each of them to all; none: they are dropped.
         folder: the run's folder.
         writer: name of this process in the run, e.g. "rank_0". Two live processes must not have the same name.
         notify: called from another thread with messages for a person, see `Delivery`.
@@ -107,7 +107,19 @@ class OutboxTracker:
         tags: Mapping[str, str],
         parent: Storage | None = None,
     ) -> None:
-        """Requests that the run is created, or continued if the folder has one; starts now. Writes run.json."""
+        """Requests that the run is created, or continued if the folder has one; starts now. Writes run.json.
+
+        One process of a run calls this.
+
+        Args:
+            experiment: the group of runs that the service lists together.
+            params: settings by dotted name.
+            parent: folder of the run that contains this one, on the same storage.
+
+        Raises:
+            ConfigError: the run's folder holds a damaged record.
+            StorageError: the folder cannot be read or written.
+        """
         add_key(self.folder, uuid.uuid4().hex)
         content = {
             "experiment": experiment,
@@ -120,37 +132,55 @@ class OutboxTracker:
         self._add(EntryKind.OPEN, content)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Records all metrics of a step."""
+        """Records all metrics of a step. A step that is recorded already keeps its first values, unless `again`."""
         values = {name: float(value) for name, value in metrics.items()}
         self._add(EntryKind.LOG, {"metrics": values, "step": step, "at": now_ms(), **self._of_steps})
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Records completions as a table. Call it before the `log` of the same step."""
+        """Records completions as a table. Call it before the `log` of the same step. The values must fit in JSON."""
         if rows:
             self._add(EntryKind.LOG_SAMPLES, {"rows": [dict(row) for row in rows], "step": step, **self._of_steps})
 
     def log_text(self, name: str, text: str) -> None:
-        """Stores a text file with the run."""
+        """Stores a text file with the run; replaces an earlier one of the same name."""
         self._add(EntryKind.LOG_TEXT, {"name": name, "text": text})
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Sets tags of the run."""
+        """Sets tags of the run; a tag that exists gets the new value."""
         self._add(EntryKind.SET_TAGS, {"tags": dict(tags)})
 
     def end(self, status: RunStatus, error: str = "") -> None:
-        """Marks the run as ended now; `error`: why it failed, which it keeps as `ERROR_TAG`."""
+        """Marks the run as ended now.
+
+        Args:
+            status: one other than RUNNING.
+            error: why it failed, which it keeps as `ERROR_TAG`.
+        """
         if error:
             self.set_tags({ERROR_TAG: error})
         self._add(EntryKind.END, {"status": status, "at": now_ms()})
 
     def flush(self, patience_s: float = 1.0) -> None:
-        """Returns once each service has every record, or the outbox folder has those that it did not take."""
+        """Returns once everything recorded so far would survive the death of this process.
+
+        Args:
+            patience_s: how long to wait for the services before the records are written to the outbox folder instead.
+
+        Raises:
+            StorageError: the run's folder cannot be written.
+        """
         deadline = time.monotonic() + patience_s
         for delivery in self._deliveries:
             delivery.queue.save(max(deadline - time.monotonic(), 0.0))
 
     def close(self, patience_s: float) -> int:
-        """Sends for at most `patience_s`, saves the rest in the outbox folder, and returns how many are left."""
+        """Sends for at most `patience_s`, saves the rest in the outbox folder, and returns how many are left.
+
+        No other call may follow.
+
+        Raises:
+            StorageError: the run's folder cannot be written.
+        """
         deadline = time.monotonic() + patience_s
         with ExitStack() as stack:  # all are closed, also if the records of one cannot be saved
             for delivery in reversed(self._deliveries):

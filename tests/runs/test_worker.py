@@ -21,15 +21,15 @@ from rlx.runs.run_folder import keeping_details
 from rlx.runs.worker_group import backend_of
 from rlx.storage.filesystem import Storage
 from rlx.tracking import changes
-from rlx.tracking.memory import NullTracker
 from rlx.types import Phase
 
 
 @pytest.mark.parametrize(("rank", "told"), [(0, ["models", "engine 1 is back"]), (1, ["engine 1 is back"])])
 def test_phases_come_from_the_first_rank_and_messages_from_all(rank: int, told: list[str]) -> None:
     sent: list[Any] = []
-    job = worker.Job(SimpleNamespace(), SimpleNamespace(send=sent.append), 1, Storage.local("."))  # type: ignore[arg-type]
-    reporter = worker.RayReporter(NullTracker(), job, rank)
+    folder = Storage.local(".")
+    job = worker.Job(SimpleNamespace(folder=folder), SimpleNamespace(send=sent.append), 1, folder)  # type: ignore[arg-type]
+    reporter = worker.silent(job, rank)
     reporter.notify(Phase("models"))
     reporter.notify("engine 1 is back")
     assert sent == [Message(text) for text in told]
@@ -39,7 +39,7 @@ def test_phases_come_from_the_first_rank_and_messages_from_all(rank: int, told: 
 def test_the_first_rank_notes_what_changes_where_the_run_goes_on(tmp_path: Path) -> None:
     """On a rank, once a checkpoint is restored: a resume that ends before that has changed nothing."""
     folder, start = Storage.local(tmp_path), put(tmp_path, 5, train__actor_lr=1e-3)
-    spec = JobSpec(settings(train__actor_lr=2e-3), "", folder, tracking=())
+    spec = JobSpec(settings(train__actor_lr=2e-3), "", folder)
     job = worker.Job(spec, SimpleNamespace(), 1, folder)  # type: ignore[arg-type]
     worker.recorder(job, 1, start)
     assert changes.noted_changes(folder) == {}
@@ -52,11 +52,11 @@ def test_the_first_rank_notes_what_changes_where_the_run_goes_on(tmp_path: Path)
     [(None, False, [False] * 4), (None, True, [True] * 4), (2, False, [False, False, True, True])],
 )
 def test_a_job_ends_with_its_step_or_when_it_is_asked_to(until: int | None, asked: bool, ends: list[bool]) -> None:
-    replay = None if until is None else Replay(until)
-    spec, box = SimpleNamespace(replay=replay), SimpleNamespace(is_stopped=lambda number: asked)
-    job = worker.Job(spec, box, 1, Storage.local("."))  # type: ignore[arg-type]
-    assert [worker.RayReporter(NullTracker(), job, 0).should_stop(step) for step in range(4)] == ends
-    assert not any(worker.RayReporter(NullTracker(), job, 1).should_stop(step) for step in range(4))
+    replay, folder = None if until is None else Replay(until), Storage.local(".")
+    spec, box = SimpleNamespace(replay=replay, folder=folder), SimpleNamespace(is_stopped=lambda number: asked)
+    job = worker.Job(spec, box, 1, folder)  # type: ignore[arg-type]
+    assert [worker.silent(job, 0).should_stop(step) for step in range(4)] == ends
+    assert not any(worker.silent(job, 1).should_stop(step) for step in range(4))
 
 
 def test_the_details_of_a_failed_reward_function_are_kept_in_the_runs_folder(tmp_path: Path) -> None:

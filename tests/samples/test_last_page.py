@@ -20,7 +20,9 @@ from rlx.samples.last_page import FILE, last_page
 from rlx.samples.writer import CompletionWriter, Keeping
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
-from rlx.tracking.memory import MemoryTracker
+from rlx.tracking import outbox
+from rlx.tracking.services.tensorboard import TensorBoardService
+from rlx.tracking.tracker import OutboxTracker
 from rlx.types import Completion, Prompt, ScoredCompletion
 
 
@@ -102,8 +104,11 @@ def test_a_run_adds_its_page_however_it_ends(
     """But not while a person waits after Ctrl-C."""
     keep(run := open_storage(str(tmp_path)), step(1))
     config = from_tree({"name": "a", "tracking": {"completions": share}})
-    record, prepared = MemoryTracker(), PreparedRun(config, "", plan_resources(config))
+    record = OutboxTracker([TensorBoardService(tmp_path)], run, "driver")  # its run is not open: records wait
+    prepared = PreparedRun(config, "", plan_resources(config))
     with suppress(RunError, KeyboardInterrupt), launch._adding_page(record, prepared, run):
         if ends_with:
             raise ends_with
-    assert (FILE in record.texts) == has_page
+    record.close(0)
+    waiting = outbox.entries_of(run, "driver", "tensorboard")
+    assert [(waiting / name).read_json()["content"]["name"] for name in waiting.names()] == [FILE] * has_page

@@ -26,8 +26,7 @@ from rlx.runs.train_run import RunLostError
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
 from rlx.tracking import outbox
-from rlx.tracking.base import ERROR_TAG, RunStatus, TrackedRun, Tracker
-from rlx.tracking.memory import NullTracker
+from rlx.tracking.base import ERROR_TAG, RunStatus, TrackedRun
 from rlx.tracking.services import mlflow, mlflow_errors
 from rlx.tracking.services.mlflow import MLflowService
 from rlx.tracking.services.tensorboard import TensorBoardRun, TensorBoardService
@@ -113,7 +112,7 @@ class Messages(queue.Queue[str]):
         return [self.get_nowait() for _ in range(self.qsize())]
 
 
-def open_run(tracker: Tracker, name: str = "one", parent: Storage | None = None) -> None:
+def open_run(tracker: OutboxTracker, name: str = "one", parent: Storage | None = None) -> None:
     tracker.open("rlx", name, params={"a.b": 0.5}, tags={"rlx.kind": "run"}, parent=parent)
 
 
@@ -133,7 +132,7 @@ def rows(step: int) -> list[dict[str, Any]]:
     return [{"step": step, "prompt": f"{step} + {i} =", "score": float(i)} for i in range(3)]
 
 
-def log_steps(tracker: Tracker, *steps: int) -> None:
+def log_steps(tracker: OutboxTracker, *steps: int) -> None:
     for step in steps:
         tracker.log_samples(rows(step), step)
         tracker.log({"reward/mean": step / 8, "kl/ref": 1.0}, step)
@@ -498,9 +497,8 @@ def test_close_reports_nothing_left_only_when_the_outbox_is_empty(
     assert (send_pending([MLflowService(database)], folder, patience_s=LONG_S), outbox.pending(folder)) == (0, 0)
 
 
-def test_a_null_tracker_does_nothing(folder: Storage) -> None:
-    tracker = NullTracker()
-    open_run(tracker)
+def test_a_tracker_without_services_records_nothing(folder: Storage) -> None:
+    tracker = OutboxTracker((), folder, "rank_1")
     log_steps(tracker, 0)
     tracker.flush(LONG_S)
     assert (tracker.close(LONG_S), tracker.run_id, folder.exists()) == (0, None, False)
