@@ -109,7 +109,7 @@ def on_ranks(config: RunConfig, path: str, loop: Any = None, profile: bool = Fal
 
     scaling = config.scaling
     folder = open_storage(config.storage) / "update"
-    spec = mailbox.JobSpec(config.model_dump(), path, folder, examine=True)
+    spec = mailbox.JobSpec(config, path, folder, examine=True)
     job = {"spec": spec, "box": Box.new(mailbox.start_mailbox()), "loop": loop, "profile": profile}
     trainer = TorchTrainer(
         rank,

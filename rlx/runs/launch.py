@@ -146,7 +146,7 @@ def _job(
 ) -> JobSpec:
     """Returns what the workers are told of a run, without the processes that it has."""
     return JobSpec(
-        config=prepared.config.model_dump(),
+        config=prepared.config,
         model_path=prepared.model_path,
         folder=folder,
         tracking=tracking,
@@ -237,8 +237,7 @@ def examine(
     with lease as leased, tempfile.TemporaryDirectory(prefix="rlx-check-") as temporary:
         prepared = replace(prepared, tables=prompt_tables(config, prepared.model_path))
         folder = open_storage(f"{temporary}/check")
-        tree = doctor.with_no_learning(config).model_dump()
-        job = JobSpec(tree, prepared.model_path, folder, examine=True)
+        job = JobSpec(doctor.with_no_learning(config), prepared.model_path, folder, examine=True)
         figures = leased.run(prepared, job, _ignore, notify)
     at_reference = doctor.starts_at_reference(config.resolved_reference, config.model, config.checkpoint)
     return doctor.verdicts(figures, config.model.dtype, at_reference)

@@ -11,7 +11,7 @@ import asyncio
 import threading
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 if TYPE_CHECKING:  # the actor's process imports nothing slow
     from rlx.cluster.nodes import FolderCopies
+    from rlx.config.run import RunConfig
     from rlx.rollout.engine_actors import EngineSpec
     from rlx.samples.episodes import KnownEpisodes
     from rlx.storage.filesystem import Storage
@@ -53,7 +54,7 @@ class Replay:
 class JobSpec:
     """A job: what the driver tells the workers of a run."""
 
-    config: Mapping[str, Any]  # the settings, as a tree
+    config: RunConfig
     model_path: str  # Hugging Face folder or name
     folder: Storage  # of the run
     tracking: Sequence[TrackingService] = ()  # none: nothing is recorded

@@ -101,7 +101,7 @@ class RayReporter:
         self.tracker.log({**metrics, **machine}, step)
         if self.gauge:
             for name, value in metrics.items():
-                self.gauge.set(value, {"name": name, "run": str(self.job.spec.config["name"])})
+                self.gauge.set(value, {"name": name, "run": str(self.job.spec.config.name)})
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         self.tracker.log_samples(rows, step)
@@ -202,11 +202,11 @@ def recorder(job: Job, rank: int, start: CheckpointEntry | None) -> RayReporter:
         start: the run's checkpoint that was restored; None: it begins.
     """
     spec = job.spec
-    again = rank == 0 and note_changes(spec.folder, spec.config, start)
+    again = rank == 0 and note_changes(spec.folder, spec.config.model_dump(), start)
     if rank > 0 or not spec.tracking:
         return silent(job, rank)
     tracker = OutboxTracker(spec.tracking, spec.folder, "rank_0", job.notify, again=again)
-    machine = SystemMetrics() if spec.config["tracking"]["system_metrics"] else None
+    machine = SystemMetrics() if spec.config.tracking.system_metrics else None
     return RayReporter(tracker, job, rank, step_gauge(), machine)
 
 
@@ -263,8 +263,7 @@ def inputs_of(job: Job) -> TrainingInputs:
     Raises:
         ConfigError: this worker's node does not see the run's folder.
     """
-    spec = job.spec
-    config = RunConfig.model_validate(spec.config)
+    spec, config = job.spec, job.spec.config
     if not spec.examine:
         _check_folder(spec.folder)
     device = ray.train.torch.get_device()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from shared import OnRanks
 from test_run_folder import put, settings
 
+from rlx.config.loading import from_tree
 from rlx.config.sections.scaling import ScalingConfig
 from rlx.rewards.custom import RewardError
 from rlx.rollout.weight_sync.process_group import choose_interface
@@ -39,7 +40,7 @@ def test_phases_come_from_the_first_rank_and_messages_from_all(rank: int, told: 
 def test_the_first_rank_notes_what_changes_where_the_run_goes_on(tmp_path: Path) -> None:
     """On a rank, once a checkpoint is restored: a resume that ends before that has changed nothing."""
     folder, start = Storage.local(tmp_path), put(tmp_path, 5, train__actor_lr=1e-3)
-    spec = JobSpec(settings(train__actor_lr=2e-3), "", folder)
+    spec = JobSpec(from_tree(settings(train__actor_lr=2e-3)), "", folder)
     job = worker.Job(spec, SimpleNamespace(), 1, folder)  # type: ignore[arg-type]
     worker.recorder(job, 1, start)
     assert changes.noted_changes(folder) == {}
