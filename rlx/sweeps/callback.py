@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ray import tune
 from ray.autoscaler.sdk import request_resources
@@ -28,6 +28,7 @@ from rlx.runs import run_folder
 from rlx.runs.preflight import absolute_paths
 from rlx.storage.filesystem import Storage
 from rlx.sweeps.records import SweepPlan, TrialRecords, TrialState, resuming
+from rlx.sweeps.room import Room
 from rlx.sweeps.schedulers.schedule import Schedule
 from rlx.sweeps.trainable import Attempt, attempt_config, newest_attempt, tags_of
 from rlx.tracking.base import RunStatus, TrackingService
@@ -57,15 +58,6 @@ def _harmless(method: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
-class RoomLike(Protocol):
-    """What is used here of `rlx.sweeps.room.Room`."""
-
-    @property
-    def is_due(self) -> bool: ...
-
-    def trials(self, open_trials: int) -> int: ...
-
-
 def _show_nothing(trial: str, settings: Mapping[str, Any], metrics: Mapping[str, Any], state: str) -> None: ...
 
 
@@ -75,7 +67,7 @@ class DriverState:
     Tune pickles its callbacks; a copy has nothing of it.
     """
 
-    def __init__(self, room: RoomLike | None = None, is_copy: bool = False) -> None:
+    def __init__(self, room: Room | None = None, is_copy: bool = False) -> None:
         self.room, self.is_copy = room, is_copy
         self.watch: Watch = _show_nothing
         self.interrupted = False  # the sweep, before all trials had ended

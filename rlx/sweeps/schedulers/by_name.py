@@ -16,10 +16,6 @@ from rlx.sweeps.schedulers.schedule import Schedule
 from rlx.sweeps.schedulers.seeds_as_one import AsOne
 
 
-def _fifo(schedule: Schedule) -> TrialScheduler:
-    return FIFOScheduler()
-
-
 def _of_settings(inner: TrialScheduler, schedule: Schedule) -> TrialScheduler:
     """One of Ray's schedulers as rlx uses it: it judges settings, and knows on a resume what it knew before."""
     return Remembering(AsOne(inner, schedule), schedule)
@@ -51,22 +47,11 @@ def _median(schedule: Schedule) -> TrialScheduler:
     return _of_settings(median, schedule)
 
 
-def _pbt(schedule: Schedule) -> TrialScheduler:
-    """At an evaluation, a trial of the worst quarter continues from the checkpoint of one of the best quarter if that
-    one was there at its own, with randomly changed settings (Jaderberg et al. 2017)."""
-    return ResumablePopulation(schedule)
-
-
-def _race(schedule: Schedule) -> TrialScheduler:
-    """Stops the settings that are shown to be behind the best, and adds seeds to those that are left."""
-    return RaceScheduler(schedule)
-
-
 SCHEDULERS: dict[SchedulerName, Callable[[Schedule], TrialScheduler]] = {
-    "none": _fifo,
+    "none": lambda schedule: FIFOScheduler(),
     "asha": _asha,
     "hyperband": _hyperband,
     "median": _median,
-    "pbt": _pbt,
-    "race": _race,
+    "pbt": ResumablePopulation,
+    "race": RaceScheduler,
 }

@@ -25,7 +25,11 @@ from rlx.sweeps.space import nearest_in
 
 
 class ResumablePopulation(PopulationBasedTraining):
-    """It looks at each evaluation once, and leaves finished trials as they are."""
+    """At an evaluation, a trial of the worst quarter continues from the checkpoint of one of the best quarter if that
+    one was there at its own, with randomly changed settings (Jaderberg et al. 2017).
+
+    It looks at each evaluation once, and leaves finished trials as they are.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         mutations = {key: _mutation(domain) for key, domain in schedule.space.items() if isinstance(domain, Domain)}

@@ -14,7 +14,7 @@ from rlx.sweeps.schedulers.schedule import TIME, Schedule
 
 
 class RaceScheduler(TrialScheduler):
-    """Tells Tune what a race decides.
+    """Stops the settings that a race shows to be behind the best, and adds seeds to those that are left.
 
     A trial pauses at a rung until all settings that are left have reported it, so trials of few slots take turns. Tune
     reports final failures to the trial source alone, which tells the race.
