@@ -223,6 +223,17 @@ class KeptEpisode:
         return Episode.of_json(self.text)
 
 
+@dataclass(frozen=True)
+class Replay:
+    """How steps that a run has done are done again."""
+
+    until: int  # the last of them
+    attributes_gradient: bool = False  # of the prompts of that step, keep the shares of the gradient
+    evaluated: frozenset[int] = frozenset()  # steps at which all is evaluated, whether it is due or not
+    known_episodes: Callable[[Mapping[bytes, bytes], Notify], dict[str, KeptEpisode]] | None = None
+    """`KnownEpisodes.read` of those whose environments are not asked again"""
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """What an engine has sampled for one prompt, or what a policy and an environment have said in turn."""

@@ -21,14 +21,13 @@ from rlx.config.loading import from_tree, with_overrides
 from rlx.replay.recorded import RecordedRun
 from rlx.runs import launch, preflight, run_folder
 from rlx.runs.launch import RunResult
-from rlx.runs.mailbox import Replay
 from rlx.runs.preflight import PreparedRun
 from rlx.runs.processes import RunProcesses
 from rlx.samples.episodes import KnownEpisodes
 from rlx.storage.addresses import join_address, open_storage
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.tracking.services import mlflow
-from rlx.types import Notify, OnReport
+from rlx.types import Notify, OnReport, Replay
 
 REPLAYS = "replays"
 """folder of a storage in which replays lie while they run"""
@@ -81,7 +80,7 @@ class Branch:
         path = None if "model.path" in self.changes else preflight.model_folder(model, self.run.storage)
         prepared = preflight.prepare(from_tree(with_overrides(self.tree(), self.changes)), model_path=path)
         begun = self.until + prepared.config.rollout.max_staleness  # rounds of these steps begin, too
-        known = None if self.asks_again else KnownEpisodes.of_steps(self.run.folder, self.steps[0] - 1, begun)
+        known = None if self.asks_again else KnownEpisodes.of_steps(self.run.folder, self.steps[0] - 1, begun).read
         evaluated = self.run.evaluated_ends(recorded.eval)
         return replace(prepared, replay=Replay(self.until, self.attributes_gradient, evaluated, known))
 

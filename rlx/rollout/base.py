@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar
 
 from rlx.types import Completion, Prompt, Sampling
 
@@ -128,7 +128,7 @@ class PendingRollout:
     seconds: float = 0.0  # of the slowest engine call
 
     @classmethod
-    def of(cls, prompts: Sequence[Prompt], samplings: Sequence[Sampling], step: int) -> PendingRollout:
+    def of(cls, prompts: Sequence[Prompt], samplings: Sequence[Sampling], step: int) -> Self:
         """A rollout of which no prompt was sent to an engine yet."""
         return cls(prompts, samplings, step, [None] * len(prompts), list(range(len(prompts))))
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:  # the actor's process imports nothing slow
     from rlx.cluster.nodes import FolderCopies
     from rlx.config.run import RunConfig
     from rlx.rollout.engine_actors import EngineSpec
-    from rlx.samples.episodes import KnownEpisodes
     from rlx.storage.filesystem import Storage
     from rlx.tracking.base import TrackingService
+    from rlx.types import Replay
 
 
 _NEVER_REACHED = 2**62  # a number of a step or job
@@ -38,16 +38,6 @@ CHECKPOINT_PATH = "checkpoint_path"
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Jobs and events
-
-
-@dataclass(frozen=True)
-class Replay:
-    """How steps that a run has done are done again."""
-
-    until: int  # the last of them
-    attributes_gradient: bool = False  # of the prompts of that step, keep the shares of the gradient
-    evaluated: frozenset[int] = frozenset()  # steps at which all is evaluated, whether it is due or not
-    known_episodes: KnownEpisodes | None = None  # whose environments are not asked again
 
 
 @dataclass(frozen=True)

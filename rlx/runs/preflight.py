@@ -52,7 +52,6 @@ from rlx.rewards.judge.cache import ReplyCache
 from rlx.rewards.judge.rubric import rubric_text
 from rlx.rewards.judge.scorer import Judge
 from rlx.rewards.sandbox.pool import Sandbox
-from rlx.runs.mailbox import Replay
 from rlx.storage.addresses import local_folder, open_storage, resolve_address
 from rlx.storage.filesystem import Storage, check_free
 from rlx.tracking import metrics
@@ -60,6 +59,7 @@ from rlx.tracking.base import TrackingService
 from rlx.tracking.services import mlflow
 from rlx.tracking.services.reachable import check_packages
 from rlx.tracking.tracker import services_of
+from rlx.types import Replay
 
 if TYPE_CHECKING:
     from rlx.cluster.nodes import FolderCopies

@@ -281,8 +281,7 @@ def inputs_of(job: Job) -> TrainingInputs:
         connect_engines=connections.engines,
         connect_scorers=connections.scorers,
         signature=spec.signature,
-        attributed_step=spec.replay.until if spec.replay and spec.replay.attributes_gradient else None,
-        evaluated_steps=spec.replay.evaluated if spec.replay else frozenset(),
+        replay=spec.replay,
     )
 
 
@@ -357,9 +356,8 @@ class Connections:
     def _kept_episodes(self) -> MutableMapping[str, KeptEpisode]:
         """Those of the steps that are done again."""
         spec, config = self.job.spec, self.config
-        known = (spec.replay and spec.replay.known_episodes) or KnownEpisodes.before_resume(spec.folder)
-        metadata = made_with(config.environment, config.data.chat_template_args, config.seed)
-        return known.read(metadata, self.job.notify)
+        read = (spec.replay and spec.replay.known_episodes) or KnownEpisodes.before_resume(spec.folder).read
+        return read(made_with(config.environment, config.data.chat_template_args, config.seed), self.job.notify)
 
     def scorers(self, mesh: Mesh) -> dict[str, Scorer]:
         """The scorers that are not functions of this process, once reward models are loaded."""

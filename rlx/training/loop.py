@@ -63,7 +63,7 @@ def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpoin
             collector.push_weights(trainer.step)  # 8
         collector.keep(trainer.step, selection, experience)
         before = metrics | trainer.evaluation
-        metrics, samples = evaluate(trainer, collector, all_sets=trainer.step in trainer.evaluated_steps)
+        metrics, samples = evaluate(trainer, collector)
         measured, counts = summarize(trainer, selection, experience, stats, kl_sums, timer.metrics())
         metrics |= measured | advance(trainer, counts)  # 9
         metrics |= collector.observe(selection, trainer.device)
@@ -203,10 +203,11 @@ def normalize_rewards(trainer: Trainer, batch: RolloutBatch) -> tuple[Tensor, Te
 
 def record_gradient_shares(trainer: Trainer, collector: RolloutCollector, experience: Experience) -> None:
     """Keeps each prompt's share in the gradient, if a replay asks for that of this step; a collective call."""
-    if trainer.attributed_step == trainer.step + 1:
+    replay, step = trainer.replay, trainer.step + 1
+    if replay and replay.attributes_gradient and replay.until == step:
         shares = gradient_shares(trainer, experience)
         if collector.outcomes:
-            write_shares(collector.outcomes.run, trainer.attributed_step, shares)
+            write_shares(collector.outcomes.run, step, shares)
 
 
 def advance(trainer: Trainer, counts: StepCounts) -> dict[str, float]:

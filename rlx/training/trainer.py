@@ -25,7 +25,7 @@ from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.training import experience
 from rlx.training.experience import B, RolloutBatch, build_batch
 from rlx.training.optimizers.groups import base_lrs
-from rlx.types import Completion, ScoredCompletion
+from rlx.types import Completion, Replay, ScoredCompletion
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,7 @@ class Trainer:
     supervised: SupervisedRows | None = None
     scattered: frozenset[str] = frozenset()  # models whose gradients are reduced in each backward pass
     gathered: frozenset[str] = frozenset()  # models whose weights stay gathered until an optimizer step
-    attributed_step: int | None = None  # the step whose gradient is to be shared out among its prompts
-    evaluated_steps: frozenset[int] = frozenset()  # after which all is evaluated, whether it is due or not
+    replay: Replay | None = None  # None: all steps that are left, for the first time
     step: int = 0  # PPO steps done; also the version of the weights
     tokens: int = 0  # response tokens generated so far, by all ranks
     seconds: float = 0.0  # of the steps so far

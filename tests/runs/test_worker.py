@@ -17,12 +17,12 @@ from rlx.config.sections.scaling import ScalingConfig
 from rlx.rewards.custom import RewardError
 from rlx.rollout.weight_sync.process_group import choose_interface
 from rlx.runs import worker
-from rlx.runs.mailbox import JobSpec, Message, Replay
+from rlx.runs.mailbox import JobSpec, Message
 from rlx.runs.run_folder import keeping_details
 from rlx.runs.worker_group import backend_of
 from rlx.storage.filesystem import Storage
 from rlx.tracking import changes
-from rlx.types import Phase
+from rlx.types import Phase, Replay
 
 
 @pytest.mark.parametrize(("rank", "told"), [(0, ["models", "engine 1 is back"]), (1, ["engine 1 is back"])])

@@ -30,7 +30,7 @@ from rlx.training import loop
 from rlx.training.reporting import MemoryReporter
 from rlx.training.setup.inputs import TrainingInputs, WeightSource
 from rlx.training.setup.rank import build_rank, close_rank
-from rlx.types import Prompt, Sampling
+from rlx.types import Prompt, Replay, Sampling
 
 STEPS = 4
 Runs = tuple[Any, Any, Any, Any, bool]
@@ -80,8 +80,7 @@ def trained(
     reporter: MemoryReporter | None = None,
     save_every: int = 1,
     engines_of: EnginesOf | None = None,
-    attributed_step: int | None = None,
-    evaluated_steps: frozenset[int] = frozenset(),
+    replay: Replay | None = None,
     **changes: Any,
 ) -> Outcome:
     """Trains from the newest checkpoint in the folder, or from the start; a__b among the changes is the setting a.b."""
@@ -121,8 +120,7 @@ def trained(
         reporter=reporter,
         connect_engines=connect,
         connect_scorers=lambda mesh: {},
-        attributed_step=attributed_step,
-        evaluated_steps=evaluated_steps,
+        replay=replay,
     )
     trainer, collector, checkpointer = build_rank(inputs)
     loop.train(trainer, collector, checkpointer, reporter)
@@ -282,7 +280,7 @@ def order_of(path: str, folder: str, stop_at: int | None = None, **changes: Any)
 
 def orders(rank: int, ranks: int, path: str, folder: str) -> list[list[str]]:
     by_tokens = {"rollout__temperature": {0: 1.0, "20 tokens": 0.5}}
-    others: list[dict[str, Any]] = [MIXED, by_tokens, {"evaluated_steps": frozenset({1})}]
+    others: list[dict[str, Any]] = [MIXED, by_tokens, {"replay": Replay(STEPS, evaluated=frozenset({1}))}]
     return [order_of(path, f"{folder}/{i}", **each) for i, each in enumerate([{}, *others])]
 
 
@@ -334,7 +332,8 @@ def test_an_evaluation_that_a_resumed_run_no_longer_makes_is_not_reported(
 
 def opened_or_not(rank: int, ranks: int, path: str, folder: str) -> list[Any]:
     """A run that opens its third step, a plain one, and the shares that each has kept of steps 2 to 4."""
-    opened, plain = (trained(path, f"{folder}/{step}", attributed_step=step) for step in (3, None))
+    opened = trained(path, f"{folder}/3", replay=Replay(3, attributes_gradient=True))
+    plain = trained(path, f"{folder}/None")
     kept = [[read_shares(open_storage(f"{folder}/{each}"), step) for step in (2, 3, 4)] for each in (3, None)]
     return [opened, plain, *kept]
 

@@ -85,8 +85,7 @@ class Player:
 
     def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], step: int) -> PendingEpisodes:
         """Begins an episode of each prompt by each sampling; does not wait."""
-        rollout = PendingRollout.of(prompts, samplings, step)
-        pending = PendingEpisodes(prompts, samplings, step, rollout.groups, rollout.unassigned)
+        pending = PendingEpisodes.of(prompts, samplings, step)
         seeds = [
             (EpisodeSeeds(self.run_seed, step, prompt, number), sampling)
             for prompt in prompts

@@ -27,7 +27,8 @@ _PREFIXES = {HELD_OUT: "eval", AVERAGED: "eval/ema"}
 def evaluate(
     trainer: Trainer, collector: RolloutCollector, *, all_sets: bool = False
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Asks the questions that are due after the current step, or those of all sets; a collective call.
+    """Asks the questions that are due after the current step, or those of all sets, also where a replay asks for that;
+    a collective call.
 
     With train.ema_decay the averaged weights answer the held-out prompts as well.
 
@@ -35,6 +36,7 @@ def evaluate(
         The metrics over all ranks, and some of this rank's answers to held-out prompts as sample rows; both are empty
         if nothing is due.
     """
+    all_sets |= trainer.replay is not None and trainer.step in trainer.replay.evaluated
     due = [each for each in collector.evaluations if all_sets or trainer.is_due(each.every)]
     if not due:
         return {}, []

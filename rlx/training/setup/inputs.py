@@ -13,7 +13,7 @@ from rlx.mesh import Mesh
 from rlx.rollout.base import Engines
 from rlx.storage.filesystem import Storage
 from rlx.training.reporting import Reporter
-from rlx.types import Scorer, ShardedWeight
+from rlx.types import Replay, Scorer, ShardedWeight
 
 WeightSource = Callable[[], Sequence[ShardedWeight]]
 """gives the policy's weights for the engines, as they are when it is called on all ranks"""
@@ -32,5 +32,4 @@ class TrainingInputs:
     connect_engines: Callable[[Mesh, WeightSource], Engines]
     connect_scorers: Callable[[Mesh], dict[str, Scorer]]  # reward models and servers; a collective call
     signature: str = ""  # of the config, for checkpoints
-    attributed_step: int | None = None  # see `Trainer.attributed_step`
-    evaluated_steps: frozenset[int] = frozenset()  # see `Trainer.evaluated_steps`
+    replay: Replay | None = None  # None: all steps that are left, for the first time

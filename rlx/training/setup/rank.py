@@ -52,8 +52,7 @@ def build_rank(inputs: TrainingInputs) -> tuple[Trainer, RolloutCollector, Check
         supervised=supervised_rows(inputs, mesh, tokenizer),
         scattered=made.scattered,
         gathered=made.gathered,
-        attributed_step=inputs.attributed_step,
-        evaluated_steps=inputs.evaluated_steps,
+        replay=inputs.replay,
     )
     collector = build_collector(inputs, trainer, tokenizer)
     kept = config.checkpoint
