@@ -25,6 +25,11 @@ are written while training continues. None: none became complete. The path has n
 """
 
 
+def has_evaluation(metrics: Mapping[str, Any]) -> bool:
+    """Whether the metrics of a step are from an evaluation of their own: reports repeat the newest one."""
+    return "time/eval" in metrics
+
+
 SYSTEM_ROLES = ("system", "developer")
 """roles of the message that says how to answer"""
 Utterance = Mapping[str, str]

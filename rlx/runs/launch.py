@@ -32,7 +32,7 @@ from rlx.data.stored.files import find_files
 from rlx.data.stream import check_cursor
 from rlx.models.folder import is_model_folder
 from rlx.runs import relay
-from rlx.runs.mailbox import CHECKPOINT_PATH, JobSpec
+from rlx.runs.mailbox import JobSpec
 from rlx.runs.preflight import PreparedRun, companions, prompt_tables
 from rlx.runs.processes import RunProcesses
 from rlx.runs.run_folder import check_new, check_start, saved_config, write_record
@@ -55,8 +55,6 @@ if TYPE_CHECKING:
 # Ray Train's list of the checkpoints that were reported to it. A resume deletes it: only the same version of
 # Ray can read it, and the checkpoint folders themselves show which checkpoints there are.
 _TRAIN_RECORD = "checkpoint_manager_snapshot.json"
-RAY_KEYS = ("done", CHECKPOINT_PATH)
-"""keys of a report that are for Ray, and not metrics of the step"""
 _LOG = logging.getLogger("rlx")
 _PATIENCE_S = 10.0  # longest wait for the tracking service at the end of a run
 
@@ -124,8 +122,7 @@ def run(
             events = EventLog(record, notify, on_report or _ignore)
             events(Phase("workers"))
             grace_s = config.checkpoint.grace_s
-            reported = leased.run(prepared, job, events.report, events, grace_s=grace_s, again=resume)
-            metrics = {key: value for key, value in reported.items() if key not in RAY_KEYS}
+            metrics = leased.run(prepared, job, events.report, events, grace_s=grace_s, again=resume)
             write_record(folder / "result.json", json.dumps(metrics))
         return RunResult(prepared.name, folder.path, metrics, record.run_id, leased.result and _pruned(leased.result))
 

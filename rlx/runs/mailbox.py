@@ -30,6 +30,8 @@ if TYPE_CHECKING:  # the actor's process imports nothing slow
 
 
 _NEVER_REACHED = 2**62  # a number of a step or job
+IS_LAST = "done"
+"""the key of a report's metrics that says whether it is the last of its job; the report of an earlier step has none"""
 JOB = "job_number"
 """the key of a report's metrics that numbers its job"""
 CHECKPOINT_PATH = "checkpoint_path"
@@ -63,7 +65,7 @@ class JobSpec:
 class StepReport:
     """A step that all workers have reported to Ray Train."""
 
-    metrics: dict[str, Any]
+    metrics: dict[str, Any]  # with "step"
     is_last: bool  # of its job
     checkpoint: str | None  # path of the checkpoint that was reported with it
     job: int = 1  # its number; what a stopped job has reported can come when the next one has begun

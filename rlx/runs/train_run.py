@@ -30,6 +30,7 @@ from rlx.config.errors import one_line
 from rlx.data.blocks import RankShares
 from rlx.runs.mailbox import (
     CHECKPOINT_PATH,
+    IS_LAST,
     JOB,
     Box,
     ControllerStarted,
@@ -117,18 +118,15 @@ class _Relay(ray.train.UserCallback):
     """Runs in Ray Train's controller: passes reports and failures on, and ends a run whose error would come again."""
 
     def __init__(self, box: Box) -> None:
-        self._box, self._is_known, self._checkpoint = box, False, ""
+        self._box, self._is_known, self._checkpoint = box, False, None
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
         self._introduce()
-        first = metrics[0]
-        path = first.get(CHECKPOINT_PATH) or self._checkpoint
-        if "done" in first:
-            step = first | ({CHECKPOINT_PATH: path} if path else {})
-            job = step.pop(JOB, 1)
-            is_last = bool(first["done"])  # then the driver may hear next, from itself, that the run has ended
-            self._box.send(StepReport(step, is_last, path or None, job), wait=is_last)
-        self._checkpoint = "" if "done" in first else path  # one of an earlier step goes with the next step
+        step = dict(metrics[0])
+        path, is_last, job = step.pop(CHECKPOINT_PATH, self._checkpoint), step.pop(IS_LAST, None), step.pop(JOB, 1)
+        self._checkpoint = path if is_last is None else None  # one of an earlier step goes with the next step
+        if is_last is not None:  # after the last one, the driver may hear next, from itself, that the run has ended
+            self._box.send(StepReport(step, is_last, path, job), wait=is_last)
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         self._introduce()

@@ -49,7 +49,7 @@ from rlx.rollout.episodes.kept import KeptEnvironments
 from rlx.rollout.episodes.player import Player
 from rlx.rollout.weight_sync.sync import WeightSync
 from rlx.runs import doctor
-from rlx.runs.mailbox import CHECKPOINT_PATH, JOB, Box, JobSpec, Message
+from rlx.runs.mailbox import CHECKPOINT_PATH, IS_LAST, JOB, Box, JobSpec, Message
 from rlx.runs.run_folder import POINTER, keeping_details
 from rlx.samples.columns import made_with
 from rlx.samples.episodes import KnownEpisodes
@@ -62,7 +62,7 @@ from rlx.tracking.tracker import OutboxTracker
 from rlx.training import loop
 from rlx.training.setup.inputs import TrainingInputs, WeightSource
 from rlx.training.setup.rank import build_rank, close_rank
-from rlx.types import KeptEpisode, Phase, Scorer
+from rlx.types import KeptEpisode, Phase, Scorer, has_evaluation
 
 _CLOSE_S = 5.0  # longest wait for the tracker at the end of a run
 _SHOWN = 3  # warnings of a kind that a worker shows
@@ -111,13 +111,13 @@ class RayReporter:
 
     def report(self, metrics: Mapping[str, float], *, is_last: bool, checkpoints: Sequence[FinishedCheckpoint]) -> None:
         """Gives Ray Train each checkpoint with the metrics of its own step, and then the step."""
-        step = {**metrics, "done": is_last, JOB: self.job.number}
+        step = {**metrics, IS_LAST: is_last, JOB: self.job.number}
         earlier = [checkpoint for checkpoint in checkpoints if checkpoint.metrics["step"] != metrics["step"]]
         for checkpoint in earlier:
             self._report(checkpoint.metrics, checkpoint)
         own = [checkpoint for checkpoint in checkpoints if checkpoint not in earlier]
         self._report(step, own[0] if own else None)
-        if self.job.spec.waits and self.rank == 0 and "time/eval" in metrics and not is_last:
+        if self.job.spec.waits and self.rank == 0 and has_evaluation(metrics) and not is_last:
             self.job.box.await_release(self.job.number, int(metrics["step"]))
 
     def _report(self, metrics: Mapping[str, Any], checkpoint: FinishedCheckpoint | None) -> None:

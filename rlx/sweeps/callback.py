@@ -34,6 +34,7 @@ from rlx.sweeps.trainable import Attempt, attempt_config, newest_attempt, tags_o
 from rlx.tracking.base import RunStatus, TrackingService
 from rlx.tracking.parameters import params_of
 from rlx.tracking.tracker import OutboxTracker
+from rlx.types import has_evaluation
 
 _LOG = logging.getLogger("rlx")
 _PATIENCE_S = 10.0  # longest wait for the tracking service, in a thread
@@ -191,7 +192,7 @@ class TrialLog:
     @_harmless
     def add_report(self, trial: Trial, result: Mapping[str, Any]) -> None:
         """Records the sweep's metric of a report that comes with an evaluation which measures it."""
-        if "time/eval" not in result or not self.schedule.is_evaluation(result):
+        if not has_evaluation(result) or not self.schedule.is_evaluation(result):
             return
         record = self.records.read(str(trial))
         earlier = [report for report in record.reports if report[0] < result["step"]]

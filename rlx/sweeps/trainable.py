@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 from ray import tune
-from ray.tune.result import TRAINING_ITERATION
+from ray.tune.result import DONE, SHOULD_CHECKPOINT, TRAINING_ITERATION
 
 from rlx.cluster import connection, nodes
 from rlx.cluster.nodes import FolderCopies
@@ -29,7 +29,6 @@ from rlx.config.run import RunConfig
 from rlx.config.sections.base import flatten
 from rlx.runs import launch, preflight
 from rlx.runs.launch import Parent
-from rlx.runs.mailbox import CHECKPOINT_PATH
 from rlx.runs.processes import RunProcesses
 from rlx.runs.run_folder import POINTER, holds_run, saved_config, write_record
 from rlx.runs.train_run import RunError, RunLostError, RunStopped
@@ -108,12 +107,12 @@ class PPOTrial(tune.Trainable):
         if self.thread:
             self.processes.release(self.seen)  # Tune has decided that it goes on
         else:
-            self.thread = RunThread(partial(self._run, dict(self.config), self.start))
-        report = self.thread.next_report()
-        self.seen = report["step"]
-        self.checkpoint = report.get(CHECKPOINT_PATH, self.checkpoint)
+            self.thread = RunThread(partial(self._run, dict(self.config), self.start), self.plan.config.train.steps)
+        metrics, checkpoint = self.thread.next_report()
+        self.seen, self.checkpoint = metrics["step"], checkpoint or self.checkpoint
+        report = metrics | {DONE: self.thread.is_done} | ({"checkpoint_path": checkpoint} if checkpoint else {})
         self.unsaved[checkpoint_name(self.seen)] = report | {TRAINING_ITERATION: self.training_iteration + 1}
-        return report | {"should_checkpoint": CHECKPOINT_PATH in report}
+        return report | {SHOULD_CHECKPOINT: checkpoint is not None}
 
     def save(self, checkpoint_dir: str | None = None) -> Any:
         """Saves as Tune does, with the metrics of the checkpoint's own step: training goes on while one is written."""
@@ -169,16 +168,16 @@ class PPOTrial(tune.Trainable):
 
 
 class RunThread:
-    """A run in a thread of its own, whose reports wait to be taken."""
+    """A run of so many steps in a thread of its own, whose reports wait to be taken."""
 
-    def __init__(self, run: Callable[[OnReport], None]) -> None:
-        self._items: queue.Queue[dict[str, Any] | Exception] = queue.Queue()
-        self._run, self._is_done = run, False
+    def __init__(self, run: Callable[[OnReport], None], steps: int) -> None:
+        self._items: queue.Queue[tuple[dict[str, Any], str | None] | Exception] = queue.Queue()
+        self._run, self._steps, self.is_done = run, steps, False
         self._thread = threading.Thread(target=self._work, daemon=True, name="run")
         self._thread.start()
 
-    def next_report(self) -> dict[str, Any]:
-        """Waits for the metrics of the next step.
+    def next_report(self) -> tuple[dict[str, Any], str | None]:
+        """Waits for the next step; returns what `OnReport` gets. After the last step, `is_done` is true.
 
         Raises:
             RunError: the run has failed.
@@ -186,7 +185,7 @@ class RunThread:
         item = self._items.get()
         if isinstance(item, Exception):
             raise item
-        self._is_done = bool(item.get("done"))
+        self.is_done = item[0]["step"] >= self._steps
         return item
 
     def end(self, stop: Callable[[], None]) -> None:
@@ -195,7 +194,7 @@ class RunThread:
         Raises:
             RunError: it does not end: its engines and workers cannot be given to another run.
         """
-        if not self._is_done:
+        if not self.is_done:
             stop()
         self._thread.join(_END_S)
         if self._thread.is_alive():
@@ -203,7 +202,7 @@ class RunThread:
 
     def _work(self) -> None:
         try:
-            self._run(lambda metrics, checkpoint: self._items.put(metrics))
+            self._run(lambda *report: self._items.put(report))
         except Exception as error:
             self._items.put(RunError(one_line(error, 500)))
 

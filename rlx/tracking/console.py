@@ -23,7 +23,7 @@ from rich.text import Text
 from rlx.config.sections.data import error_of
 from rlx.config.sweep import DEFAULT_METRIC
 from rlx.tracking.startup import StartUp
-from rlx.types import Phase
+from rlx.types import Phase, has_evaluation
 
 
 class _Column(NamedTuple):
@@ -183,7 +183,7 @@ class RunProgress:
         if not self._first and (summary := self._startup.summary()):
             self.message(summary)
         line = f"step {step}/{self.steps}  {metrics_line(metrics)}{self._time_left(step)}"
-        if "time/eval" in metrics or not self.console.is_terminal:
+        if has_evaluation(metrics) or not self.console.is_terminal:
             self.message(line + (f"  saved {checkpoint.rpartition('/')[2]}" if checkpoint else ""))
             self._live.update(Text(""))  # on a terminal, the line is there once
         else:
@@ -248,7 +248,7 @@ class SweepProgress:
         row = _TrialRow(settings, {**before.metrics, **metrics}, state, before.since)
         self._rows = self._rows | {trial: row}  # a new dict, because another thread draws the table
         has_new_state = before.state != state
-        if not self.console.is_terminal and (has_new_state or "time/eval" in metrics):
+        if not self.console.is_terminal and (has_new_state or has_evaluation(metrics)):
             step = f"step {row.metrics['step']}/{self.steps}  " if "step" in row.metrics else ""
             is_start = has_new_state and state == "running"
             shown = _settings_line(settings) if is_start else step + metrics_line(row.metrics, self._columns)

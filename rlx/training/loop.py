@@ -29,7 +29,7 @@ from rlx.training.reporting import Reporter, failed_episodes
 from rlx.training.stats import Sums
 from rlx.training.trainer import Trainer, is_policy_alone
 from rlx.training.update import gradient_shares, update
-from rlx.types import Phase
+from rlx.types import Phase, has_evaluation
 
 
 def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpointer, reporter: Reporter) -> None:
@@ -250,7 +250,7 @@ def finish_step(
     if end.is_last or not trainer.config.checkpoint.async_save:
         finished += iter(checkpointer.take_finished, None)  # until there is none
     report(trainer, reporter, metrics, finished, is_last=end.is_last)
-    return end.is_last or ("time/eval" in metrics and ends_here(trainer, checkpointer, reporter, metrics))
+    return end.is_last or (has_evaluation(metrics) and ends_here(trainer, checkpointer, reporter, metrics))
 
 
 def begin_next(trainer: Trainer, collector: RolloutCollector, metrics: Mapping[str, float]) -> None:
@@ -259,7 +259,7 @@ def begin_next(trainer: Trainer, collector: RolloutCollector, metrics: Mapping[s
     After an evaluation it begins later: the step may be the last one because of it. With a curriculum, too: what a
     checkpoint says of it is as before the round.
     """
-    if "time/eval" not in metrics and collector.queue.prompts.success is None:
+    if not has_evaluation(metrics) and collector.queue.prompts.success is None:
         collector.queue.begin(trainer.step, trainer.config.train.steps)
 
 

@@ -21,7 +21,7 @@ from shared import KEPT, NothingLeft
 import rlx
 from rlx.config.loading import from_tree
 from rlx.config.sections.base import flatten
-from rlx.runs import launch, run_folder, train_run
+from rlx.runs import run_folder, train_run
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
 from rlx.tracking import metrics
@@ -118,7 +118,7 @@ def test_every_metric_is_reported_by_its_name(run: Done) -> None:
     default = {name for name in named - ONLY_WHEN_ASKED_FOR if not name.startswith(GROUPS_ASKED_FOR)}
     default -= {"system/eval/accuracy"}
     assert {name for name in run.history if not name.startswith("system/")} == default
-    reported = default - {"best/eval/accuracy"} | {"step", *launch.RAY_KEYS}
+    reported = default - {"best/eval/accuracy"} | {"step"}
     assert {key for metrics, _ in run.reports for key in metrics} == reported
 
 
@@ -153,9 +153,8 @@ def test_mlflow_holds_the_config_and_the_samples(run: Done) -> None:
 
 def test_the_result_is_the_last_report(run: Done) -> None:
     assert [metrics["step"] for metrics, _ in run.reports] == [0, 1, 2, 3, 4]
-    last = run.reports[-1][0]
-    assert run.result.metrics == {key: value for key, value in last.items() if key not in launch.RAY_KEYS}
-    assert last["done"] and last["checkpoint_path"] == run.reports[-1][1]
+    metrics, checkpoint = run.reports[-1]
+    assert run.result.metrics == metrics and checkpoint == f"{run.result.folder}/step_{STEPS:06d}"
     assert run.result.metrics["reward/mean"] == run.history["reward/mean"][STEPS][0]
     assert run_folder.finished_metrics(open_storage(run.result.folder), STEPS) == run.result.metrics
 

@@ -12,6 +12,7 @@ from rlx.cluster.resources import plan_resources
 from rlx.runs import preflight, train_run
 from rlx.runs.mailbox import (
     CHECKPOINT_PATH,
+    IS_LAST,
     Box,
     ControllerStarted,
     StepReport,
@@ -60,11 +61,18 @@ def test_the_configs_are_rays_with_the_values_of_rlx(tiny_model: Path, tmp_path:
 
 def test_a_checkpoint_of_an_earlier_step_goes_with_the_next_step(relay: tuple[Any, list[Any]]) -> None:
     made, events = relay
-    made.after_report(None, [{"step": 3, "done": False}], None)
+    made.after_report(None, [{"step": 3, IS_LAST: False}], None)
     made.after_report(None, [{"step": 2, CHECKPOINT_PATH: "/run/step_000002"}], None)
-    made.after_report(None, [{"step": 4, "done": True, CHECKPOINT_PATH: "/run/step_000004"}], None)
-    assert events[0] == StepReport({"step": 3, "done": False}, False, None)
-    assert [(event.metrics["step"], event.checkpoint) for event in events[1:]] == [(4, "/run/step_000004")]
+    made.after_report(None, [{"step": 4, IS_LAST: True, CHECKPOINT_PATH: "/run/step_000004"}], None)
+    made.after_report(None, [{"step": 5, IS_LAST: False}], None)
+    made.after_report(None, [{"step": 5, CHECKPOINT_PATH: "/run/step_000005"}], None)
+    made.after_report(None, [{"step": 6, IS_LAST: True}], None)
+    assert events == [
+        StepReport({"step": 3}, False, None),
+        StepReport({"step": 4}, True, "/run/step_000004"),
+        StepReport({"step": 5}, False, None),
+        StepReport({"step": 6}, True, "/run/step_000005"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -10,28 +10,32 @@ import pytest
 from rlx.config.loading import with_overrides
 from rlx.runs import launch
 from rlx.runs.launch import Parent
-from rlx.runs.mailbox import CHECKPOINT_PATH
 from rlx.runs.processes import RunProcesses
 from rlx.runs.train_run import RunStopped
 from rlx.storage.checkpoint_catalog import Manifest, checkpoint_name, commit
 from rlx.storage.filesystem import Storage
 from rlx.sweeps import trainable
 from rlx.sweeps.records import SweepPlan, TrialRecord
-from rlx.sweeps.trainable import Attempt, PPOTrial, SharedInputs, current_attempt
+from rlx.sweeps.trainable import Attempt, PPOTrial, RunThread, SharedInputs, current_attempt
 from rlx.tracking import outbox
 from rlx.tracking.services import mlflow
 from rlx.tracking.services.mlflow import MLflowService
 from rlx.tracking.tracker import OutboxTracker
+from rlx.types import OnReport
 
 
 class Steps:
-    """Stands for a run: gives its reports one after another."""
+    """Stands for a run of eight steps: gives its reports one after another."""
 
-    def __init__(self, *reports: dict[str, Any]) -> None:
+    is_done = False
+
+    def __init__(self, *reports: tuple[dict[str, Any], str | None]) -> None:
         self._reports = iter(reports)
 
-    def next_report(self) -> dict[str, Any]:
-        return next(self._reports)
+    def next_report(self) -> tuple[dict[str, Any], str | None]:
+        report = next(self._reports)
+        self.is_done = report[0]["step"] == 8
+        return report
 
 
 class Trial(PPOTrial):
@@ -63,9 +67,9 @@ class Continued(PPOTrial):
         pass
 
 
-def report(step: int, checkpoint: int | None = None) -> dict[str, Any]:
-    path = {} if checkpoint is None else {CHECKPOINT_PATH: f"/runs/trial_00000/step_{checkpoint:06d}"}
-    return {"step": step, "eval/accuracy": step / 8, **path}
+def report(step: int, checkpoint: int | None = None) -> tuple[dict[str, Any], str | None]:
+    path = None if checkpoint is None else f"/runs/trial_00000/step_{checkpoint:06d}"
+    return {"step": step, "eval/accuracy": step / 8}, path
 
 
 def test_a_checkpoint_that_is_complete_later_has_the_metrics_of_its_own_step(tmp_path: Path) -> None:
@@ -78,6 +82,23 @@ def test_a_checkpoint_that_is_complete_later_has_the_metrics_of_its_own_step(tmp
             metrics = result.metrics
             saved.append((path, metrics["step"], metrics["eval/accuracy"], metrics["training_iteration"]))
     assert saved == [("/runs/trial_00000/step_000001", 1, 1 / 8, 1), ("/runs/trial_00000/step_000004", 4, 4 / 8, 4)]
+
+
+def test_tune_is_told_of_the_end_of_a_run_and_of_its_checkpoints() -> None:
+    """By the keys that Tune and docs/cluster.md name."""
+
+    def run(on_report: OnReport) -> None:
+        for each in (report(7), report(8, checkpoint=8)):
+            on_report(*each)
+
+    stopped: list[bool] = []
+    trial = Trial({"run": None})
+    trial.thread = thread = RunThread(run, steps=8)
+    keys = ("step", "done", "should_checkpoint", "checkpoint_path")
+    told = [[each.get(key) for key in keys] for each in (trial.train(), trial.train())]
+    assert told == [[7, False, False, None], [8, True, True, "/runs/trial_00000/step_000008"]]
+    thread.end(lambda: stopped.append(True))
+    assert not stopped  # it has done all of its steps
 
 
 def test_a_trial_that_starts_from_another_is_saved_as_tune_does(tmp_path: Path) -> None:

@@ -27,10 +27,9 @@ _PREFIXES = {HELD_OUT: "eval", AVERAGED: "eval/ema"}
 def evaluate(
     trainer: Trainer, collector: RolloutCollector, *, all_sets: bool = False
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Asks the questions that are due after the current step, or those of all sets, also where a replay asks for that;
-    a collective call.
+    """Asks the questions that are due after the current step, or those of all sets; a collective call.
 
-    With train.ema_decay the averaged weights answer the held-out prompts as well.
+    A replay may ask for all sets, too. With train.ema_decay the averaged weights answer the held-out prompts as well.
 
     Returns:
         The metrics over all ranks, and some of this rank's answers to held-out prompts as sample rows; both are empty
