@@ -173,9 +173,10 @@ def _send_pending(tracking: TrackingConfig, storage: str, folder: Storage) -> No
     from rlx.tracking import outbox
 
     if outbox.pending(folder):
-        from rlx.runs import launch, preflight  # slow to import
+        from rlx.runs import launch  # slow to import
+        from rlx.tracking.tracker import services_of
 
-        launch.send_pending(preflight.tracking_services(tracking, storage), folder, print)
+        launch.send_pending(services_of(tracking, storage), folder, print)
 
 
 def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:

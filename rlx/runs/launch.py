@@ -135,7 +135,7 @@ def _on_cluster(prepared: PreparedRun) -> tuple[PreparedRun, Sequence[TrackingSe
     copies, services = bring_folders(prepared), prepared.tracking
     reachable = relay.reachable(services)
     here = relay.from_driver(services, reachable)
-    return replace(prepared, copies=copies, tracking_services=here), reachable
+    return replace(prepared, copies=copies, reachable=here), reachable
 
 
 def _job(

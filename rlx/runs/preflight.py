@@ -79,7 +79,7 @@ class PreparedRun:
     model_path: str  # the model's folder, or its name on the hub
     resources: ResourcePlan
     tables: Mapping[str, Any] | None = None  # prompts as Ray datasets; None: `launch.run` makes them
-    tracking_services: Sequence[TrackingService] | None = None  # None: those that the config names
+    reachable: Sequence[TrackingService] | None = None  # tracking services by `relay`; None: those of the config
     copies: FolderCopies | None = None  # of its models, for nodes that join later
     replay: Replay | None = None  # None: all steps that are left, for the first time
 
@@ -90,7 +90,7 @@ class PreparedRun:
     @property
     def tracking(self) -> Sequence[TrackingService]:
         """Where the run's records go, each of them to all."""
-        return self.tracking_services or tracking_services(self.config.tracking, self.config.storage)
+        return self.reachable or services_of(self.config.tracking, self.config.storage)
 
 
 def prepare(
@@ -219,11 +219,6 @@ def _resolved(source: SourceConfig | EvalSetConfig) -> dict[str, Any]:
 def tracking_uri(tracking: TrackingConfig, storage: str) -> str:
     """Returns the address of the MLflow store that runs report to; makes the folder of a local one."""
     return tracking.uri or mlflow.default_uri(local_folder(storage))
-
-
-def tracking_services(tracking: TrackingConfig, storage: str) -> Sequence[TrackingService]:
-    """Returns the tracking services that runs report to; makes the folder of a local MLflow store."""
-    return services_of(tracking, local_folder(storage))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

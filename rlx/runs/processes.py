@@ -56,8 +56,8 @@ _WORKERS_STARTED_WITH = (
 )
 
 
-class EngineHost:
-    """The engines and reward models of a run, in a placement group of their own or in that of the Tune trial."""
+class RunActors:
+    """The engines, reward models and environments of a run, in a placement group of their own or in that of a trial."""
 
     def __init__(self, prepared: PreparedRun) -> None:
         """Reserves room and starts the actors; does not wait until they are ready.
@@ -105,7 +105,7 @@ class RunProcesses:
             mailbox: the driver's actor; None: one is started here.
         """
         self.reuse, self._given_mailbox, self._mailbox = reuse, mailbox, mailbox
-        self._host: EngineHost | None = None
+        self._actors: RunActors | None = None
         self._train: TrainRun | None = None
         self._train_started_with: list[Any] = []
         self._is_stopping, self._lock = False, threading.Lock()
@@ -119,10 +119,10 @@ class RunProcesses:
         """
         self._is_stopping = False
         try:
-            if self._host and self._host.started_with != _started_with(prepared):
+            if self._actors and self._actors.started_with != _started_with(prepared):
                 self.close()
             self._mailbox = self._mailbox or start_mailbox()
-            self._host = self._host or EngineHost(prepared)
+            self._actors = self._actors or RunActors(prepared)
             yield self
         except RunStopped:
             self._end_what_is_not_kept()
@@ -153,7 +153,7 @@ class RunProcesses:
             RunError: the run failed.
             RunStopped: `stop` was called meanwhile.
         """
-        assert self._host
+        assert self._actors
         is_last = self.reuse != "workers"
         with self._lock:
             if self._is_stopping:
@@ -162,15 +162,14 @@ class RunProcesses:
             self._train.is_stopping = False
             self._train_started_with = _workers_started_with(prepared)
         beside = engine_spec_of(prepared) if prepared.resources.colocated else None
-        host = self._host
-        job = replace(job, engines=host.engines, engine_spec=beside)
-        job = replace(job, reward_models=host.reward_models, environments=host.environments)
+        job = replace(job, engines=self._actors.engines, engine_spec=beside)
+        job = replace(job, reward_models=self._actors.reward_models, environments=self._actors.environments)
         return self._train.do(job, is_last, on_report, notify, grace_s)
 
     @property
     def engines(self) -> list[Any]:
         """Handles of the engines that run."""
-        return self._host.engines if self._host else []
+        return self._actors.engines if self._actors else []
 
     @property
     def result(self) -> ray.train.Result | None:
@@ -192,9 +191,9 @@ class RunProcesses:
     def close(self, patience_s: float = END_S) -> None:
         """Ends every process that was started here. Workers get `patience_s` to end by themselves."""
         self._end_workers(patience_s)
-        if self._host:
-            self._host.close()
-        self._host = None
+        if self._actors:
+            self._actors.close()
+        self._actors = None
         if self._mailbox is not self._given_mailbox:
             end_mailbox(self._mailbox)
         self._mailbox = self._given_mailbox
@@ -211,8 +210,8 @@ class RunProcesses:
             self._end_workers()
         if self.reuse == "none":
             self.close()
-        elif self._host:  # a run that was stopped has left some; the next one has another name
-            end_episodes(self._host.environments)
+        elif self._actors:  # a run that was stopped has left some; the next one has another name
+            end_episodes(self._actors.environments)
 
     def _end_workers(self, patience_s: float = END_S) -> None:
         if self._train:

@@ -36,7 +36,7 @@ from rlx.config.sweep import (
 from rlx.runs import preflight
 from rlx.storage.filesystem import Storage, retry
 from rlx.tracking.base import RunStatus, TrackingService
-from rlx.tracking.tracker import OutboxTracker
+from rlx.tracking.tracker import OutboxTracker, services_of
 
 PLAN_FILE = "sweep.json"
 TOLD_FILE = "told.jsonl"
@@ -98,7 +98,7 @@ class SweepPlan:
     @cached_property
     def tracking(self) -> Sequence[TrackingService]:
         """Where the sweep's records go, from this process."""
-        return preflight.tracking_services(self.config.tracking, self.config.storage)
+        return services_of(self.config.tracking, self.config.storage)
 
     def with_its_defaults(self) -> SweepPlan:
         """The plan of a saved sweep, whose further trials have the defaults that its first ones had."""

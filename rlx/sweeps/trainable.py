@@ -295,7 +295,7 @@ def _prepared(
     prepared = preflight.prepare(config, tables=shared.tables, model_path=shared.model_path)
     if shared.model_path is None:
         nodes.bring_folder(prepared.model_path, "model.path")
-    return replace(prepared, tracking_services=shared.tracking, copies=shared.copies)
+    return replace(prepared, reachable=shared.tracking, copies=shared.copies)
 
 
 def attempt_config(plan: SweepPlan, settings: Mapping[str, Any], attempt: Attempt) -> RunConfig:

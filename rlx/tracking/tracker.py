@@ -19,6 +19,7 @@ from typing import Any
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections.records import BackendName, TrackingConfig
+from rlx.storage.addresses import local_folder
 from rlx.storage.filesystem import Storage
 from rlx.tracking.base import ERROR_TAG, RunStatus, TrackingService
 from rlx.tracking.delivery import Delivery
@@ -41,15 +42,16 @@ _OF_A_JOB = "working_dir_files"
 """the folder of Ray in which the working folders of jobs are"""
 
 
-def services_of(tracking: TrackingConfig, folder: Path) -> tuple[TrackingService, ...]:
-    """The services that `tracking.backends` names.
+def services_of(tracking: TrackingConfig, storage: str) -> tuple[TrackingService, ...]:
+    """The services that `tracking.backends` names; makes the folder of a local MLflow store.
 
     Args:
-        folder: for the files of services that are files.
+        storage: the address beside which services that are files have them.
 
     Raises:
-        ConfigError: it is the working folder of a Ray job, which goes with the cluster.
+        ConfigError: that is the working folder of a Ray job, which goes with the cluster.
     """
+    folder = local_folder(storage)
     keeps_files = (tracking.uri is None and "mlflow" in tracking.backends) or "tensorboard" in tracking.backends
     if _OF_A_JOB in folder.parts and keeps_files:
         raise ConfigError(

@@ -121,8 +121,8 @@ def test_environments_are_closed_when_a_run_ends_and_before_its_processes_do(
 
     def run(ending: Exception) -> Any:
         with suppress(RunStopped, RunError), processes.lease(prepared):
-            assert processes._host
-            (actor,) = processes._host.environments
+            assert processes._actors
+            (actor,) = processes._actors.environments
             assert not ray.get(actor.start.remote("a/1", Beginning(ROW, 0)), timeout=60.0).failure
             actor.step.remote("a/1", Action("under way", 0))
             assert file.exists()

@@ -338,7 +338,7 @@ def test_settings_are_nested_and_typed() -> None:
 
 def test_backends_name_services_and_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = from_tree({"tracking": {"backends": ["mlflow", "tensorboard", "wandb"]}}).tracking
-    assert [service.name for service in services_of(every, tmp_path)] == list(every.backends)
+    assert [service.name for service in services_of(every, str(tmp_path))] == list(every.backends)
     monkeypatch.setattr(reachable.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"tracking.backends tensorboard: needs the package tensorboardX: pip install"
@@ -353,6 +353,6 @@ def test_records_in_the_working_folder_of_a_job_are_refused(tmp_path: Path) -> N
     job = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1" / "storage"
     local, server = (from_tree({"tracking": {"uri": uri}}).tracking for uri in (None, "http://mlflow:5000"))
     with pytest.raises(ConfigError, match=r"^tracking.uri: records would be in .*_ray_pkg_1/storage, the work"):
-        services_of(local, job)
-    assert [service.name for service in services_of(server, job)] == ["mlflow"]
+        services_of(local, str(job))
+    assert [service.name for service in services_of(server, str(job))] == ["mlflow"]
     assert not job.exists()
