@@ -66,7 +66,7 @@ class Branch:
 
     @property
     def origin(self) -> str:
-        """Where it starts, in words."""
+        """The name of the checkpoint that it starts from, or "the start"."""
         return self.start.name if self.start else "the start"
 
     def prepare(self) -> PreparedRun:

@@ -43,12 +43,12 @@ class StepPrompt:
 
     @property
     def advantages(self) -> list[float]:
-        """Of all its tokens that were trained on."""
+        """The advantages of all its tokens that were trained on."""
         return [value for each in self.completions if each.trained for value in each.own(each.advantages)]
 
     @property
     def ratios(self) -> list[float]:
-        """Of all its tokens in the newest pass over them."""
+        """The ratios of all its tokens that were trained on, in the newest pass over them."""
         return [value for each in self.completions if each.trained for value in each.own(each.ratios)]
 
 

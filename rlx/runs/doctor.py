@@ -2,6 +2,7 @@
 which the engines must have after a sync.
 
 `examine` runs on every FSDP rank in place of the PPO loop; `verdicts` judges its figures.
+Left out: starting the processes (`launch.examine`), and showing the verdicts (rlx.cli.doctor).
 """
 
 from __future__ import annotations

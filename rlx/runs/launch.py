@@ -366,7 +366,7 @@ def _send_rest(record: OutboxTracker, name: str, folder: Storage, notify: Notify
 
 
 def _log(message: str) -> None:
-    """Where nobody else shows messages."""
+    """Logs a message, where nobody else shows messages."""
     _LOG.info("starting: %s", message) if isinstance(message, Phase) else _LOG.warning(message)
 
 

@@ -1,7 +1,8 @@
 """Checks what a run starts from: the model folder, the prompt files, the reward functions, this machine, the disk.
 
 `prepare` does it once per run, before any process is started, and returns a `PreparedRun` that everything else takes.
-It needs neither Ray nor torch, so that most mistakes are refused within two seconds; what takes longer comes last.
+It needs neither Ray nor torch, so that most mistakes are refused within two seconds; what takes longer comes last: a
+tiny model is trained by `model_folder`. On a cluster `prompt_tables` makes Ray datasets of the prompts.
 Left out: what needs a cluster (`connection.connect`), and whether the run's folder can be used (`run_folder`).
 """
 
@@ -89,7 +90,7 @@ class PreparedRun:
 
     @property
     def tracking(self) -> Sequence[TrackingService]:
-        """Where the run's records go, each of them to all."""
+        """The tracking services of the run: each of them gets all of its records."""
         return self.reachable or services_of(self.config.tracking, self.config.storage)
 
 

@@ -257,7 +257,7 @@ def _check_checkpoints(folder: Storage) -> None:
 
 
 def _as_it_began(saved: dict[str, Any]) -> dict[str, Any]:
-    """Returns a run's config tree with what it did before there was a setting for it."""
+    """Adds train.shuffle_minibatches: False to a config tree that is older than that setting."""
     train = saved.get("train")
     return saved | {"train": {"shuffle_minibatches": False, **train}} if isinstance(train, Mapping) else saved
 

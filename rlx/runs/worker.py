@@ -1,7 +1,7 @@
 """What a Ray Train worker does with one job: it connects training to Ray, vLLM and the tracker, and trains.
 
-This is the only place where training meets Ray. Which jobs there are, and what the driver makes of reports and
-messages, is in train_run.py.
+This is the only place where training meets Ray. Left out: which jobs there are, and what the driver makes of reports
+and messages (`train_run`), and what a step does (rlx.training).
 """
 
 from __future__ import annotations
@@ -354,7 +354,7 @@ class Connections:
         return Episodes(draws, player)
 
     def _kept_episodes(self) -> MutableMapping[str, KeptEpisode]:
-        """Those of the steps that are done again."""
+        """The episodes that the run has kept of steps that it does again."""
         spec, config = self.job.spec, self.config
         read = (spec.replay and spec.replay.known_episodes) or KnownEpisodes.before_resume(spec.folder).read
         return read(made_with(config.environment, config.data.chat_template_args, config.seed), self.job.notify)

@@ -97,7 +97,7 @@ class SweepPlan:
 
     @cached_property
     def tracking(self) -> Sequence[TrackingService]:
-        """Where the sweep's records go, from this process."""
+        """The tracking services of the sweep, as this process reaches them."""
         return services_of(self.config.tracking, self.config.storage)
 
     def with_its_defaults(self) -> SweepPlan:

@@ -75,8 +75,8 @@ class SeededSearch:
     def _suggested(self, setting: int, is_new: bool) -> dict[str, Any] | str | None:
         """Returns the settings that the search suggests; None if it waits, FINISHED if it has no more.
 
-        Those that cannot work cost no trial: it is told the lowest value so far. (Searches learn nothing of failures.)
-        After `_MOST_REFUSED` the next ones are one.
+        Settings that cannot work cost no trial: the search is told the lowest value so far. (It learns nothing of
+        failures.) After `_MOST_REFUSED` of them in a row the next suggestion is used as it is.
         """
         refused = 0
         while True:

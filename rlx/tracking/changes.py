@@ -63,7 +63,7 @@ def note_resume(folder: Storage, before: Mapping[str, Any], tree: Mapping[str, A
 def noted_changes(folder: Storage) -> dict[int, list[str]]:
     """The settings that resumes of a run have changed, by the step after which they did; empty if none has.
 
-    A step with none is one where an earlier resume had changed some, and a later one went on from it without.
+    An empty list: an earlier resume had changed some there, and a later one went back to the settings before.
 
     Raises:
         ConfigError: the file is not what rlx wrote.

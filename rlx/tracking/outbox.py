@@ -84,7 +84,7 @@ def unfinished_writers(folder: Storage) -> list[str]:
 
 
 def entries_of(folder: Storage, writer: str, service: BackendName) -> Storage:
-    """Where the entries of a writer wait for a service."""
+    """The folder in which the entries of a writer wait for a service."""
     return folder / "outbox" / (writer if service == "mlflow" else f"{writer}.{service}")
 
 

@@ -1,4 +1,7 @@
-"""Errors of the MLflow client: whether another attempt helps, and the cause in a few words without a password."""
+"""Errors of the MLflow client: whether another attempt helps, and the cause in a few words without a password.
+
+Left out: making another attempt (rlx.tracking.delivery).
+"""
 
 from __future__ import annotations
 

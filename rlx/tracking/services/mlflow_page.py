@@ -55,7 +55,7 @@ def browse_command(uri: str) -> str:
 
 
 def way_back(uri: str, experiment: Any) -> str:
-    """That an experiment is deleted, and what to type in a shell to restore it; empty if it is not, or is None."""
+    """A message that an experiment is deleted, with the command that restores it; empty if it is not, or is None."""
     if experiment is None or experiment.lifecycle_stage == "active":
         return ""
     command = f"MLFLOW_TRACKING_URI={shlex.quote(uri)} mlflow experiments restore -x {experiment.experiment_id}"
@@ -169,7 +169,7 @@ def log_best(client: Any, run_id: str, at: int) -> None:
 
 
 def paused_ms(run: Any, reopened_at: int | None = None) -> int:
-    """For how long a run has waited to be resumed, in all.
+    """The milliseconds for which a run has waited to be resumed, in all.
 
     MLflow shows the time from a run's start to its end as its duration, and the start cannot change. So pauses are
     taken off the end.

@@ -43,7 +43,7 @@ class WandbService:
 
     @property
     def runs(self) -> OpenRuns:
-        """Those that this process writes."""
+        """The runs that this process writes."""
         return open_runs(self.folder)
 
     @property
