@@ -86,19 +86,8 @@ AdvantageEstimator = Callable[[AdvantageInputs, AdvantageSettings], AdvantagesAn
 def estimate_advantages(kind: str, inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantagesAndReturns:
     """Advantages and returns of each token, `[B, T]` each, by the estimator of that name; detached, not whitened.
 
-    `gae` is generalized advantage estimation with a critic. The others need no critic. They compute one number for the
-    whole response, its score s minus a baseline. The advantage of a token is the discounted sum of that number and of
-    the KL rewards from the token on. The number is:
-    `grpo` and `dapo` (s - mean) / (std + 1e-6) of the group, std unbiased; `dr_grpo` and `reinforce++_baseline`
-    s - mean of the group; `rloo` s - mean of the others in the group; `opo` s - mean of the group, weighted by response
-    length; `remax` s - the score of the greedy completion; `reinforce++` s (the caller whitens, which subtracts the
-    mean of the batch). The estimators that need groups compare the whole reward, s - kl_coef * the KL of the response.
-    They return 0 where all scores of a group are equal, for a group of one, and for a response that does not count, as
-    if it were not there. Sources: Schulman et al. 2015, GAE
-    (arXiv 1506.02438) eq. 16; Shao et al. 2024, DeepSeekMath (arXiv 2402.03300) sec. 4.1.2; Yu et al. 2025, DAPO
-    (arXiv 2503.14476) eq. 9; Liu et al. 2025, Dr. GRPO (arXiv
-    2503.20783) sec. 3.2; Ahmadian et al. 2024, RLOO (arXiv 2402.14740) eq. 7; Hao et al. 2025, OPO (arXiv 2505.23585);
-    Hu et al. 2025, REINFORCE++ (arXiv 2501.03262); Li et al. 2023, ReMax (arXiv 2310.10505) alg. 1.
+    `gae` needs a critic. The others compute one number for the whole response, its score minus a baseline; the
+    advantage of a token is the discounted sum of that number and of the KL rewards from the token on.
 
     Raises:
         ValueError: unknown kind, or the scores of the greedy completions are missing.
@@ -163,10 +152,15 @@ def _rewards_to_go(
 
 
 def _reinforce(inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantagesAndReturns:
+    """The score s itself: the caller whitens, which subtracts the mean of the batch.
+
+    Source: Hu et al. 2025, REINFORCE++ (arXiv 2501.03262).
+    """
     return _rewards_to_go(inputs.scores, inputs, settings.gamma, settings.kl_coef, inputs.turn_rewards)
 
 
 def _remax(inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantagesAndReturns:
+    """s - the score of the greedy completion. Source: Li et al. 2023, ReMax (arXiv 2310.10505) alg. 1."""
     if inputs.greedy_scores is None:
         raise ValueError("remax needs the scores of the greedy completions")
     return _rewards_to_go(inputs.scores - inputs.greedy_scores, inputs, settings.gamma, settings.kl_coef)
@@ -203,24 +197,44 @@ def _group_moments(scores: Tensor, lengths: Tensor, groups: Tensor, left_out: Te
 
 
 def _grpo(groups: _Groups) -> Tensor:
+    """(s - mean of the group) / (std of the group + 1e-6).
+
+    Sources: Shao et al. 2024, GRPO (arXiv 2402.03300) sec. 4.1.2; Yu et al. 2025, DAPO (arXiv 2503.14476) eq. 9.
+    """
     return (groups.scores - groups.mean) / (groups.std + _GROUP_EPSILON)
 
 
 def _minus_mean(groups: _Groups) -> Tensor:
+    """s - mean of the group.
+
+    Sources: Liu et al. 2025, Dr. GRPO (arXiv 2503.20783) sec. 3.2; Hu et al. 2025, REINFORCE++ with a baseline (arXiv
+    2501.03262).
+    """
     return groups.scores - groups.mean
 
 
 def _rloo(groups: _Groups) -> Tensor:
-    # The score minus the mean of the others, from the mean of all.
+    """s - mean of the others in the group, from the mean of all.
+
+    Source: Ahmadian et al. 2024, RLOO (arXiv 2402.14740) eq. 7.
+    """
     return (groups.scores - groups.mean) * groups.count / (groups.count - 1).clamp(min=1)
 
 
 def _opo(groups: _Groups) -> Tensor:
+    """s - mean of the group, weighted by response length. Source: Hao et al. 2025, OPO (arXiv 2505.23585)."""
     return groups.scores - groups.mean_by_length
 
 
 def _within_groups(compare: Callable[[_Groups], Tensor]) -> AdvantageEstimator:
-    """An estimator of the whole reward, KL included: `compare` gives the advantage of each response, `[B]` float64."""
+    """An estimator that compares the whole rewards of a group, s - kl_coef * the KL of the response.
+
+    It gives 0 where all rewards of a group are equal, for a group of one, and for a response that does not count, as if
+    that were not there.
+
+    Args:
+        compare: gives the advantage of each response, `[B]` float64.
+    """
 
     def estimate(inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantagesAndReturns:
         rewards = inputs.scores - settings.kl_coef * apply_mask(inputs.kl, inputs.mask).sum(1)

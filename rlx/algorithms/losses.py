@@ -86,6 +86,10 @@ class Clipped(NamedTuple):
 
 
 def _ppo(logp: Tensor, log_ratio: Tensor, cost: Tensor, settings: PolicyLossSettings) -> Clipped:
+    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); where A < 0 at most -A dual_clip, if that is set.
+
+    Sources: Schulman et al. 2017 (arXiv 1707.06347) eq. 7; dual clip: Ye et al. 2019 (arXiv 1912.09729).
+    """
     ratio = log_ratio.exp()
     unclipped, clipped = cost * ratio, cost * ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     losses = torch.maximum(unclipped, clipped)
@@ -97,12 +101,20 @@ def _ppo(logp: Tensor, log_ratio: Tensor, cost: Tensor, settings: PolicyLossSett
 
 
 def _cispo(logp: Tensor, log_ratio: Tensor, cost: Tensor, settings: PolicyLossSettings) -> Clipped:
+    """-A clip(r, 1 - clip_low, 1 + clip_high) logp with the clipped ratio detached: every token keeps a gradient.
+
+    Source: Chen et al. 2025, MiniMax-M1 (arXiv 2506.13585) eq. 4 and 5.
+    """
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     return Clipped(cost * weight * logp, weight != ratio, ratio)
 
 
 def _sapo(logp: Tensor, log_ratio: Tensor, cost: Tensor, settings: PolicyLossSettings) -> Clipped:
+    """-A 4 / t sigmoid(t (r - 1)), where t is the first of `temperatures` if A > 0, else the second.
+
+    Source: Gao et al. 2025, SAPO (arXiv 2511.20347).
+    """
     ratio = log_ratio.exp()
     positive, other = settings.temperatures
     temperature = torch.full_like(cost, other).masked_fill(cost < 0, positive)  # a tensor of both waits for the GPU
@@ -130,16 +142,8 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy loss (scalar, to be minimized) and its statistics; the gradient reaches `logp` only.
 
-    With A the advantage and r = exp(logp - old_logp), the log-ratio clamped to +-20, the loss of a token is:
-    `ppo`: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); where A < 0 at most -A dual_clip, if that is set.
-    `gspo`: the same with the ratio of the response, exp(mean over its tokens of log r), on each of its tokens: the
-    gradient of GSPO-token, which is GSPO's when the advantages of a response are equal.
-    `cispo`: -A clip(r, 1 - clip_low, 1 + clip_high) logp with the clipped ratio detached: every token keeps a gradient.
-    `sapo`: -A 4 / t sigmoid(t (r - 1)), where t is the first of `temperatures` if A > 0, else the second.
-    `clip_cov`: that of ppo; the caller gives weight 0 to a few tokens, see `covariances`.
-    Sources: Schulman et al. 2017 (arXiv 1707.06347) eq. 7; dual clip: Ye et al. 2019 (arXiv 1912.09729); Zheng et al.
-    2025, GSPO (arXiv 2507.18071) eq. 5 and 14; Chen et al. 2025, MiniMax-M1 (arXiv 2506.13585) eq. 4 and 5; Gao et al.
-    2025, SAPO (arXiv 2511.20347); Cui et al. 2025, Clip-Cov (arXiv 2505.22617).
+    The functions of `POLICY_LOSSES` have the formulas, with A the advantage and r = exp(logp - old_logp), the log-ratio
+    clamped to +-20.
 
     Args:
         denominator: the size of the whole optimizer step, over all ranks and micro-batches (see `token_weights`); the
@@ -186,7 +190,11 @@ def _clamped_log_ratio(logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
 
 
 def _mean_over_response(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """The mean log-ratio of the response on each of its tokens; each token keeps the gradient of its own log-ratio."""
+    """The mean log-ratio of the response on each of its tokens; each token keeps the gradient of its own log-ratio.
+
+    It makes ppo's loss that of `gspo`, with the gradient of GSPO-token: GSPO's when the advantages of a response are
+    equal. Source: Zheng et al. 2025, GSPO (arXiv 2507.18071) eq. 5 and 14.
+    """
     mean = log_ratio.detach().sum(1, keepdim=True) / mask.bool().sum(1, keepdim=True).clamp(min=1)
     return apply_mask(mean + (log_ratio - log_ratio.detach()), mask)
 
