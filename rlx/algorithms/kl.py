@@ -26,46 +26,37 @@ def k2(log_ratio: Tensor) -> Tensor:
     return 0.5 * log_ratio.square()
 
 
-def k3(log_ratio: Tensor) -> Tensor:
-    """exp(-log_ratio) - 1 + log_ratio: unbiased, never negative. What metrics report, see `bounded_k3`."""
+def k3_unbounded(log_ratio: Tensor) -> Tensor:
+    """exp(-log_ratio) - 1 + log_ratio: unbiased, never negative. Metrics report it; the penalty is `k3`."""
     # Bounded on the side where exp would overflow. expm1 keeps the digits that exp - 1 loses near 0.
     inverse = (-log_ratio).clamp(max=MAX_LOG_RATIO)
     return torch.expm1(inverse) - inverse
 
 
 MAX_K3 = 10.0
-"""where `bounded_k3` ends"""
+"""where `k3` ends"""
 
 
-def bounded_k3(log_ratio: Tensor) -> Tensor:
-    """k3 of at most 10, beyond which it has no gradient: at log-ratios below -2.6, or above 11.
+def k3(log_ratio: Tensor) -> Tensor:
+    """`k3_unbounded` of at most 10, beyond which it has no gradient: at log-ratios below -2.6, or above 11.
 
     A token 10 nats below the reference would have a gradient of -exp(10), which takes the whole step after the norm is
     clipped. Source of the bound: veRL 0.9, OpenRLHF 0.11 and SkyRL 0.4, whose KL losses end at 10 as well.
     """
-    return k3(log_ratio).clamp(max=MAX_K3)
+    return k3_unbounded(log_ratio).clamp(max=MAX_K3)
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": bounded_k3, "abs": torch.abs}
-
-
-def log_ratio_kl(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
-    """Per-token estimate of KL(policy || reference), in nats, for tokens that the policy sampled.
-
-    With d = logp - ref_logp: `k1` is d, `k2` is d^2 / 2, `k3` is exp(-d) - 1 + d and at most 10, `abs` is |d|. A `+`
-    behind the name keeps the value and replaces the gradient by that of k2, whose expectation over tokens of the policy
-    is the gradient of the KL (straight through); the expected gradient of k1 is 0, that of k3 is the gradient of the
-    forward KL, KL(reference || policy). Sources: http://joschu.net/blog/kl-approx.html; gradients: Tang & Munos 2025
-    (arXiv 2506.09477).
-
-    Raises:
-        ValueError: unknown kind.
-    """
-    return estimate_kl(logp - ref_logp, kind)
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "abs": torch.abs}
 
 
 def estimate_kl(log_ratio: Tensor, kind: str) -> Tensor:
-    """The estimates of `log_ratio_kl` from d itself.
+    """Per-token estimate of KL(policy || reference), in nats, for tokens that the policy sampled.
+
+    With d the log-ratio, logp - ref_logp: `k1` is d, `k2` is d^2 / 2, `k3` is exp(-d) - 1 + d and at most 10, `abs` is
+    |d|. A `+` behind the name keeps the value and replaces the gradient by that of k2, whose expectation over tokens of
+    the policy is the gradient of the KL (straight through); the expected gradient of k1 is 0, that of k3 is that of the
+    forward KL, KL(reference || policy). Sources: http://joschu.net/blog/kl-approx.html; gradients: Tang & Munos
+    2025 (arXiv 2506.09477).
 
     Raises:
         ValueError: unknown kind.

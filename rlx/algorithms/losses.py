@@ -11,25 +11,32 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlx.algorithms.kl import MAX_LOG_RATIO, estimate_kl, k3
+from rlx.algorithms.kl import MAX_LOG_RATIO, estimate_kl, k3_unbounded
 from rlx.algorithms.masking import apply_mask, lookup, masked_sum, mean_variance
 
 # --- weights of tokens
 
 
-def _by_tokens(inside: Tensor, length: int) -> Tensor:
-    return inside
+def _by_tokens(inside: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Every token weighs the same; the size is the number of tokens. Source: DAPO (arXiv 2503.14476) eq. 8."""
+    return inside, inside.sum()
 
 
-def _by_sequences(inside: Tensor, length: int) -> Tensor:
-    return inside / inside.sum(1, keepdim=True).clamp(min=1)
+def _by_sequences(inside: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """The mean over each response, then over responses. Source: GRPO (arXiv 2402.03300) eq. 3."""
+    return inside / inside.sum(1, keepdim=True).clamp(min=1), _count_responses(inside)
 
 
-def _by_length(inside: Tensor, length: int) -> Tensor:
-    return inside / length
+def _by_length(inside: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """The sum over each response / `length`, then the mean over responses. Source: Dr. GRPO (arXiv 2503.20783)."""
+    return inside / length, _count_responses(inside)
 
 
-AGGREGATIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
+def _count_responses(inside: Tensor) -> Tensor:
+    return inside.any(1).sum().float()
+
+
+AGGREGATIONS: dict[str, Callable[[Tensor, int], tuple[Tensor, Tensor]]] = {
     "token_mean": _by_tokens,
     "sequence_mean": _by_sequences,
     "constant": _by_length,
@@ -42,18 +49,10 @@ def token_weights(mask: Tensor, kind: str, length: int) -> tuple[Tensor, Tensor]
     The loss of an optimizer step is the sum of weight * token loss / the sum of the sizes of all its parts. Responses
     without tokens do not count.
 
-    Args:
-        kind: `token_mean`: every token weighs the same, the size is the number of tokens (DAPO, arXiv 2503.14476
-            eq. 8). `sequence_mean`: the mean over each response, then over responses; the size is the number of
-            responses (GRPO, arXiv 2402.03300 eq. 3). `constant`: the sum over each response / `length`, then the mean
-            over responses; the size is the number of responses (Dr. GRPO, arXiv 2503.20783).
-
     Raises:
         ValueError: unknown kind.
     """
-    inside = mask.bool().to(torch.float32)
-    weights = lookup(AGGREGATIONS, kind, "loss aggregation")(inside, length)
-    return weights, inside.sum() if kind == "token_mean" else inside.any(1).sum().float()
+    return lookup(AGGREGATIONS, kind, "loss aggregation")(mask.bool().to(torch.float32), length)
 
 
 def _mean(total: Tensor, denominator: float) -> Tensor:
@@ -85,7 +84,7 @@ class Clipped(NamedTuple):
     by_dual_clip: Tensor | None = None  # the dual clip, if there is one
 
 
-def _ppo(logp: Tensor, log_ratio: Tensor, cost: Tensor, settings: PolicyLossSettings) -> Clipped:
+def _ppo(logp: Tensor, log_ratio: Tensor, cost: Tensor, mask: Tensor, settings: PolicyLossSettings) -> Clipped:
     """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); where A < 0 at most -A dual_clip, if that is set.
 
     Sources: Schulman et al. 2017 (arXiv 1707.06347) eq. 7; dual clip: Ye et al. 2019 (arXiv 1912.09729).
@@ -100,7 +99,18 @@ def _ppo(logp: Tensor, log_ratio: Tensor, cost: Tensor, settings: PolicyLossSett
     return Clipped(bounded, clipped > unclipped, ratio, (cost > 0) & (losses > limit))
 
 
-def _cispo(logp: Tensor, log_ratio: Tensor, cost: Tensor, settings: PolicyLossSettings) -> Clipped:
+def _gspo(logp: Tensor, log_ratio: Tensor, cost: Tensor, mask: Tensor, settings: PolicyLossSettings) -> Clipped:
+    """The loss of ppo with the ratio of the response, exp(mean over its tokens of log r), on each of its tokens.
+
+    Each token keeps the gradient of its own log-ratio: this is GSPO-token, whose gradient is GSPO's when the advantages
+    of a response are equal. Source: Zheng et al. 2025, GSPO (arXiv 2507.18071) eq. 5 and 14.
+    """
+    mean = log_ratio.detach().sum(1, keepdim=True) / mask.bool().sum(1, keepdim=True).clamp(min=1)
+    of_response = apply_mask(mean + (log_ratio - log_ratio.detach()), mask)
+    return _ppo(logp, of_response, cost, mask, settings)
+
+
+def _cispo(logp: Tensor, log_ratio: Tensor, cost: Tensor, mask: Tensor, settings: PolicyLossSettings) -> Clipped:
     """-A clip(r, 1 - clip_low, 1 + clip_high) logp with the clipped ratio detached: every token keeps a gradient.
 
     Source: Chen et al. 2025, MiniMax-M1 (arXiv 2506.13585) eq. 4 and 5.
@@ -110,7 +120,7 @@ def _cispo(logp: Tensor, log_ratio: Tensor, cost: Tensor, settings: PolicyLossSe
     return Clipped(cost * weight * logp, weight != ratio, ratio)
 
 
-def _sapo(logp: Tensor, log_ratio: Tensor, cost: Tensor, settings: PolicyLossSettings) -> Clipped:
+def _sapo(logp: Tensor, log_ratio: Tensor, cost: Tensor, mask: Tensor, settings: PolicyLossSettings) -> Clipped:
     """-A 4 / t sigmoid(t (r - 1)), where t is the first of `temperatures` if A > 0, else the second.
 
     Source: Gao et al. 2025, SAPO (arXiv 2511.20347).
@@ -122,9 +132,9 @@ def _sapo(logp: Tensor, log_ratio: Tensor, cost: Tensor, settings: PolicyLossSet
     return Clipped(cost * gate, torch.zeros_like(ratio, dtype=torch.bool), ratio)
 
 
-POLICY_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, PolicyLossSettings], Clipped]] = {
+POLICY_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, PolicyLossSettings], Clipped]] = {
     "ppo": _ppo,
-    "gspo": _ppo,  # `policy_loss` passes the ratio of the whole response
+    "gspo": _gspo,
     "cispo": _cispo,
     "sapo": _sapo,
     "clip_cov": _ppo,  # the weights of tokens that were chosen by `covariances` are 0
@@ -160,17 +170,16 @@ def policy_loss(
         ValueError: denominator <= 0, or unknown kind.
     """
     token_loss = lookup(POLICY_LOSSES, settings.kind, "policy loss")
-    token_log_ratio = _clamped_log_ratio(logp, old_logp, mask)
-    log_ratio = _mean_over_response(token_log_ratio, mask) if settings.kind == "gspo" else token_log_ratio
+    log_ratio = _clamped_log_ratio(logp, old_logp, mask)
     cost = -apply_mask(advantages.detach(), mask)
-    clipped = token_loss(apply_mask(logp, mask), log_ratio, cost, settings)
+    clipped = token_loss(apply_mask(logp, mask), log_ratio, cost, mask, settings)
     losses = clipped.losses
     if weights is not None:
         losses = losses * apply_mask(weights.detach(), mask)
     stats = {
         **_clip_stats(clipped, mask),
-        "approx_kl": k3(-token_log_ratio.detach()).sum(),  # zero where the mask is 0: the log-ratio is zero there
-        "ratio": masked_sum(token_log_ratio.detach().exp(), mask),
+        "approx_kl": k3_unbounded(-log_ratio.detach()).sum(),  # zero where the mask is 0: the log-ratio is zero there
+        "ratio": masked_sum(log_ratio.detach().exp(), mask),
     }
     return _mean(losses.sum(), denominator), stats
 
@@ -187,16 +196,6 @@ def _clip_stats(clipped: Clipped, mask: Tensor) -> dict[str, Tensor]:
 def _clamped_log_ratio(logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
     """`[B, T]` log of current / old, within +-20; 0 where the mask is 0."""
     return apply_mask(logp - old_logp.detach(), mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def _mean_over_response(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """The mean log-ratio of the response on each of its tokens; each token keeps the gradient of its own log-ratio.
-
-    It makes ppo's loss that of `gspo`, with the gradient of GSPO-token: GSPO's when the advantages of a response are
-    equal. Source: Zheng et al. 2025, GSPO (arXiv 2507.18071) eq. 5 and 14.
-    """
-    mean = log_ratio.detach().sum(1, keepdim=True) / mask.bool().sum(1, keepdim=True).clamp(min=1)
-    return apply_mask(mean + (log_ratio - log_ratio.detach()), mask)
 
 
 def covariances(logp: Tensor, advantages: Tensor, mask: Tensor, total: Tensor) -> Tensor:
@@ -227,7 +226,7 @@ def kl_loss(
     kind: str,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """KL to the reference as a loss (scalar): the masked sum of weights * `log_ratio_kl` / `denominator`.
+    """KL to the reference as a loss (scalar): the masked sum of weights * `estimate_kl` / `denominator`.
 
     The tokens are of the old policy. The kinds with a `+` are weighted by the detached ratio r = exp(logp - old_logp),
     the log-ratio clamped to +-20: the expectation of d r grad logp over tokens of the old policy is the gradient of the

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlx.algorithms import masking
 from rlx.algorithms.advantages import AdvantageInputs, AdvantageSettings, estimate_advantages
-from rlx.algorithms.kl import k3, log_ratio_kl
+from rlx.algorithms.kl import estimate_kl, k3_unbounded
 from rlx.models import lora
 from rlx.models.policy import PolicyOutput
 from rlx.samples.gradients import write_shares
@@ -164,12 +164,13 @@ def reference_logprobs(trainer: Trainer, batch: RolloutBatch) -> Tensor | None:
 def compute_advantages(trainer: Trainer, batch: LogprobBatch) -> tuple[Experience, Sums]:
     """Adds advantages and returns `[B, T]`; also gives sums of the KL to the reference over this rank's tokens.
 
-    They are of two estimates: `kl/ref` is k3, `kl/penalty` is that of algorithm.kl_estimator. Episodes whose
-    environment failed are not in them.
+    They are of two estimates: `kl/ref` is k3 without a bound, `kl/penalty` is that of algorithm.kl_estimator. Episodes
+    whose environment failed are not in them.
     """
     settings, mask = trainer.config.algorithm, batch.mask
     scores, greedy_scores = normalize_rewards(trainer, batch)
-    kl = log_ratio_kl(batch.logprobs, batch.ref_logprobs, settings.kl_estimator)
+    log_ratio = batch.logprobs - batch.ref_logprobs
+    kl = estimate_kl(log_ratio, settings.kl_estimator)
     turn_rewards = batch.turn_rewards if trainer.config.environment.rewards == "turn" else None
     inputs = AdvantageInputs(scores, kl, batch.values, mask, batch.groups, greedy_scores, turn_rewards, batch.counted)
     kl_coef = trainer.kl.coef if settings.kl_placement == "reward" else 0.0
@@ -179,7 +180,7 @@ def compute_advantages(trainer: Trainer, batch: LogprobBatch) -> tuple[Experienc
     if settings.whiten_advantages:
         total = trainer.mesh.all_reduce_sum(masking.moments(advantages, batch.loss_mask))
         advantages = masking.masked_whiten(advantages, mask, total=total)
-    ref, counted = k3(batch.logprobs - batch.ref_logprobs), mask * batch.counted[:, None]
+    ref, counted = k3_unbounded(log_ratio), mask * batch.counted[:, None]
     sums: Sums = {"kl/ref": masking.masked_sum(ref, counted), "kl/penalty": masking.masked_sum(kl, counted)}
     return batch.with_advantages(advantages, returns), sums
 

@@ -323,7 +323,7 @@ def _of_mismatch(trainer: Trainer, batch: Experience, first: LossStats) -> Updat
     mask, ratios = batch.mask.bool(), _ratios(settings.rollout_correction_level, batch)
     reweighted = (rollout_correction(kind, settings, batch) != ratios) & (kind != "none")
     return {
-        "mismatch/kl": (Mean, kl.k3(batch.rollout_logprobs - batch.logprobs)[mask]),
+        "mismatch/kl": (Mean, kl.k3_unbounded(batch.rollout_logprobs - batch.logprobs)[mask]),
         "mismatch/max_abs": (Maximum, (batch.logprobs - batch.rollout_logprobs)[mask].abs()),
         "mismatch/clipped_fraction": (Mean, reweighted[mask]),
         "mismatch/weight_max": (Maximum, ratios[mask]),
