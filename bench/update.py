@@ -150,7 +150,7 @@ def rank(job: dict[str, Any]) -> None:
 
     inputs = worker.inputs_of(worker.Job(job["spec"], job["box"], 1, job["spec"].folder))
     run, collector, checkpointer = build_rank(inputs)
-    deferred, mesh = run.defers_logprobs, run.mesh
+    mesh = run.mesh
     memory = Memory(run.device)
     judged = made_up(run.config, collector.score.tokenizer)
     sequences = [(len(c.prompt.token_ids), [*c.prompt.token_ids, *c.token_ids]) for c in (j.completion for j in judged)]
@@ -168,10 +168,10 @@ def rank(job: dict[str, Any]) -> None:
             result["bare"].append(ray.get(loop.round.remote()))
         started = now(run.device)
         (made,) = collector.build_batches(judged, run.device)
-        batch, _ = compute_advantages(run, compute_logprobs(run, made, deferred))
+        batch, _ = compute_advantages(run, compute_logprobs(run, made))
         memory.forget()
         between = now(run.device)
-        update(run, batch, deferred)
+        update(run, batch)
         ended = now(run.device)
         peak = memory.peak() if round_ >= workload.WARM - 1 else 0
         slowest = run.max_over_ranks([between - started, ended - between, peak])
@@ -182,7 +182,7 @@ def rank(job: dict[str, Any]) -> None:
     if loop:
         result["bare memory"] = ray.get(loop.peak_memory.remote())
     if job["profile"]:
-        result["profile"] = profiled(lambda: update(run, batch, deferred))
+        result["profile"] = profiled(lambda: update(run, batch))
     close_rank(run, collector, checkpointer, inputs.reporter)
     if mesh.rank == 0:
         _result(run.config).write_text(json.dumps(result))

@@ -104,17 +104,16 @@ def measured(config: RunConfig, device: torch.device, tails: bool, profile: bool
     made = made_up(config, trainer.mesh, tails).to(device)
     for _ in range(1 + ROUNDS):
         started = now(device)
-        deferred = trainer.defers_logprobs
-        batch, _ = loop.compute_advantages(trainer, loop.compute_logprobs(trainer, made, deferred))
+        batch, _ = loop.compute_advantages(trainer, loop.compute_logprobs(trainer, made))
         memory.forget()
         between = now(device)
-        update(trainer, batch, deferred)
+        update(trainer, batch)
         times.append((between - started, now(device) - between))
         if dist.get_rank() == 0:
             workload.say(f"log-probabilities {times[-1][0]:.3f} s, update {times[-1][1]:.3f} s")
         trainer.step += 1
     if profile:
-        show(profiled(lambda: update(trainer, batch, trainer.defers_logprobs)))
+        show(profiled(lambda: update(trainer, batch)))
     before, seconds = (statistics.median(column) for column in zip(*times[1:], strict=True))
     lengths, peak = (made.prompt_lengths + made.response_lengths).tolist(), memory.peak()
     passes = config.train.ppo_epochs * len(trainer.models)

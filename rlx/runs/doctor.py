@@ -24,7 +24,7 @@ from rlx.config.sections.records import CheckpointConfig
 from rlx.config.sections.rollout import HARMLESS_SAMPLING
 from rlx.models.engine_logprobs import EngineScorer, bad_word_tokens
 from rlx.training.collector import RolloutCollector
-from rlx.training.experience import LogprobBatch
+from rlx.training.experience import LogprobBatch, RolloutBatch
 from rlx.training.loop import compute_advantages, compute_logprobs
 from rlx.training.trainer import Trainer
 from rlx.training.update import update
@@ -69,9 +69,8 @@ def examine(trainer: Trainer, collector: RolloutCollector) -> dict[str, float]:
 
 def _round_figures(trainer: Trainer, collector: RolloutCollector) -> dict[str, float]:
     """Figures of one round of generation and one update at learning rate 0."""
-    deferred = trainer.defers_logprobs
-    batch, kl_sums = compute_advantages(trainer, generate(trainer, collector, deferred))
-    batch, stats = update(trainer, batch, deferred)
+    batch, kl_sums = compute_advantages(trainer, compute_logprobs(trainer, generate(trainer, collector)))
+    batch, stats = update(trainer, batch)
     own = stats.losses.sums | kl_sums | {"updated": stats.losses.tokens, "tokens": batch.mask.sum()}
     s = trainer.sum_over_ranks(own)
     trained, signal = s["updated"], trainer.max_over_ranks([float(batch.advantages.abs().max())])[0]
@@ -89,20 +88,21 @@ def sync_figures(trainer: Trainer, collector: RolloutCollector) -> dict[str, flo
     """The gap between engines and changed weights after the weights were sent, and the gap without sending them."""
     with nudged(trainer):
         collector.push_weights(trainer.step)
-        batch = generate(trainer, collector)
+        batch = compute_logprobs(trainer, generate(trainer, collector), all_rows=True)
         sent = engine_gap(trainer, collector, batch)
-    return {"sync_gap": sent, "stale_gap": engine_gap(trainer, collector, compute_logprobs(trainer, batch))}
+    batch = compute_logprobs(trainer, batch, all_rows=True)
+    return {"sync_gap": sent, "stale_gap": engine_gap(trainer, collector, batch)}
 
 
-def generate(trainer: Trainer, collector: RolloutCollector, deferred: bool = False) -> LogprobBatch:
-    """This rank's completions of the next prompts with the policy's log-probabilities; `deferred`: see `update`."""
+def generate(trainer: Trainer, collector: RolloutCollector) -> RolloutBatch:
+    """This rank's completions of the next prompts."""
     selection = collector.new_selection()
     # No generation runs ahead of this call: the weights change between two calls.
     for completions in collector.queue.next(trainer.step, trainer.step + 1):
         selection.add(collector.score_training(completions, trainer.config.algorithm))
     collector.sleep_engines()
     (batch,) = collector.build_batches(selection.take(last=True), trainer.device)
-    return compute_logprobs(trainer, batch, deferred)
+    return batch
 
 
 def engine_gap(trainer: Trainer, collector: RolloutCollector, batch: LogprobBatch) -> float:

@@ -51,11 +51,11 @@ def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpoin
         with timer("logprobs"):
             collector.sleep_engines()
             rest = collector.build_batches(selection.take(last=True), trainer.device)
-            parts += [compute_logprobs(trainer, batch, deferred=trainer.defers_logprobs) for batch in rest]
+            parts += [compute_logprobs(trainer, batch) for batch in rest]
             experience, kl_sums = compute_advantages(trainer, concat(parts))  # 6 advantages and returns
         record_gradient_shares(trainer, collector, experience)
         with timer("update"):
-            experience, stats = update(trainer, experience, trainer.defers_logprobs)  # 7 losses, backward, clip, step
+            experience, stats = update(trainer, experience)  # 7 losses, backward, clip, step
         with timer("rollout"):
             collector.wait_for_pending(trainer.step)
         trainer.step += 1
@@ -105,20 +105,21 @@ def needs_more(trainer: Trainer, selection: Selection) -> bool:
 
 
 @torch.no_grad()
-def compute_logprobs(trainer: Trainer, batch: RolloutBatch, deferred: bool = False) -> LogprobBatch:
+def compute_logprobs(trainer: Trainer, batch: RolloutBatch, *, all_rows: bool = False) -> LogprobBatch:
     """Adds the old policy's log-probabilities and entropy, the reference's log-probabilities and the values.
 
     Without a reference its log-probabilities are the policy's own; without a critic the values are 0.
 
     Args:
-        deferred: leave the first mini-batch's rows at 0; `update` computes them.
+        all_rows: compute also those of the first mini-batch that the run defers, see `Trainer.defers_logprobs`;
+            without it they are 0, and `update` computes them.
     """
     columns = {name: torch.zeros_like(batch.mask) for name in ("logprobs", "ref_logprobs", "values", "entropy")}
     if needs_no_model(trainer):
         said = batch.rollout_logprobs
         return batch.with_logprobs(columns | {"logprobs": said, "ref_logprobs": said, "entropy": -said})
     rows = len(batch.scores)
-    first = rows // trainer.config.train.num_minibatches if deferred else 0
+    first = rows // trainer.config.train.num_minibatches if trainer.defers_logprobs and not all_rows else 0
     for micro_batch in trainer.micro_batches([batch.rows(slice(first, None))])[0] if first < rows else ():
         output = old_policy_output(trainer, micro_batch)
         reference = reference_logprobs(trainer, micro_batch)

@@ -43,11 +43,10 @@ class LossDenominators:
     is_empty: bool = False  # no token is in the losses of any rank
 
 
-def update(trainer: Trainer, batch: Experience, deferred: bool = False) -> tuple[Experience, UpdateStats]:
+def update(trainer: Trainer, batch: Experience) -> tuple[Experience, UpdateStats]:
     """All epochs of optimizer steps on a step's experience; a collective call.
 
-    Args:
-        deferred: the first mini-batch has no old log-probabilities yet; the first pass over it gives them.
+    If the run defers log-probabilities (see `Trainer.defers_logprobs`), the first pass gives those of its mini-batch.
 
     Returns:
         The experience with all columns: this rank's own completions in their order, whichever ranks trained on them.
@@ -66,9 +65,8 @@ def update(trainer: Trainer, batch: Experience, deferred: bool = False) -> tuple
             batch, split, sizes = split_epoch(trainer, batch, epoch)
             stats.positions = stats.positions or sum(micro_batch.positions for part in split for micro_batch in part)
         number = epoch * train.num_minibatches + index
-        first_pass = deferred and number == 0
-        split[index], losses_here = accumulate(trainer, split[index], sizes[index], number, first_pass)
-        batch = with_pass(batch, split[index], first_pass)
+        split[index], losses_here = accumulate(trainer, split[index], sizes[index], number)
+        batch = with_pass(batch, split[index])
         stats.passes += 1
         stats.losses.add(losses_here)
         if number == 0:  # no weight has changed yet
@@ -133,20 +131,13 @@ def without_high_covariance(trainer: Trainer, part: Experience, seeds: Sequence[
     return replace(part, kept=part.kept * ~(inside & (draws >= limit)))
 
 
-def with_pass(batch: Experience, micro_batches: Sequence[Experience], first_pass: bool) -> Experience:
-    """The batch with the log-probabilities that a pass gave a mini-batch, and what else the first pass gives.
-
-    Args:
-        micro_batches: of the mini-batch, after the pass.
-        first_pass: as in `accumulate`.
-    """
-    given = {"newest_logprobs": "newest_logprobs"}
-    if first_pass:
-        given |= {"logprobs": "logprobs", "ref_logprobs": "logprobs", "entropy": "entropy"}
+def with_pass(batch: Experience, micro_batches: Sequence[Experience]) -> Experience:
+    """The batch with the log-probabilities and entropy that the micro-batches of a mini-batch have after a pass."""
+    given = ("logprobs", "ref_logprobs", "entropy", "newest_logprobs")
     columns: dict[str, Any] = {name: getattr(batch, name).clone() for name in given}
     for micro_batch in micro_batches:
-        for name, source in given.items():
-            columns[name][micro_batch.row, : micro_batch.mask.shape[1]] = getattr(micro_batch, source)
+        for name, column in columns.items():
+            column[micro_batch.row, : micro_batch.mask.shape[1]] = getattr(micro_batch, name)
     return replace(batch, **columns)
 
 
@@ -161,7 +152,7 @@ def denominators(trainer: Trainer, parts: Sequence[Experience]) -> list[LossDeno
 
 
 def accumulate(
-    trainer: Trainer, micro_batches: Sequence[Experience], size: LossDenominators, number: int, first_pass: bool
+    trainer: Trainer, micro_batches: Sequence[Experience], size: LossDenominators, number: int
 ) -> tuple[list[Experience], LossStats]:
     """Gradients of one optimizer step: of its micro-batches and of its supervised rows.
 
@@ -169,36 +160,39 @@ def accumulate(
         micro_batches: of the optimizer step's mini-batch.
         size: what the losses are divided by.
         number: of the optimizer step within the PPO step.
-        first_pass: this pass gives the micro-batches their old log-probabilities.
 
     Returns:
-        The micro-batches with `newest_logprobs`, after the first pass also with old log-probabilities and entropy. And
-        the statistics of the losses.
+        The micro-batches with `newest_logprobs`; if those of the first pass have no old log-probabilities yet, also
+        with these and the entropy. And the statistics of the losses.
     """
-    stats = LossStats()
+    stats, gives_old = LossStats(), trainer.defers_logprobs and number == 0
     trainer.set_gradient_sync(last=False)
     if trainer.supervised and trainer.config.algorithm.ptx_coef and "policy" in trainer.learning:  # 0 by a schedule
         stats.sums["ptx/loss"] = backward_supervised(trainer, number)
     done = []
     for i, micro_batch in enumerate(micro_batches):
         trainer.set_gradient_sync(last=i == len(micro_batches) - 1)
-        micro_batch, more = backward(trainer, micro_batch, size, first_pass)
+        micro_batch, more = backward(trainer, micro_batch, size, gives_old)
         done.append(micro_batch)
         stats.add(more)
     return done, stats
 
 
 def backward(
-    trainer: Trainer, micro_batch: Experience, size: LossDenominators, first_pass: bool
+    trainer: Trainer, micro_batch: Experience, size: LossDenominators, gives_old: bool = False
 ) -> tuple[Experience, LossStats]:
-    """Losses and gradients of one micro-batch: its share of the optimizer step's, over all ranks; see `accumulate`."""
+    """Losses and gradients of one micro-batch: its share of the optimizer step's, over all ranks; see `accumulate`.
+
+    Args:
+        gives_old: the pass gives the micro-batch its old log-probabilities and entropy.
+    """
     stats: Sums = {}
     scale = trainer.mesh.dp_size  # FSDP averages gradients over replicas; the denominators are global already
     if "policy" in trainer.learning:
         settings, temperature = trainer.config.algorithm, trainer.config.rollout.temperature
-        entropy = settings.needs_entropy if first_pass else settings.entropy_coef > 0
+        entropy = settings.needs_entropy if gives_old else settings.entropy_coef > 0
         output = trainer.policy(micro_batch.inputs, temperature, entropy)
-        micro_batch = _with_old_logprobs(micro_batch, output) if first_pass else micro_batch
+        micro_batch = _with_old_logprobs(micro_batch, output) if gives_old else micro_batch
         micro_batch = replace(micro_batch, newest_logprobs=output.logprobs.detach())
         loss, policy_stats = policy_losses(trainer, output, micro_batch, size.policy)
         stats |= policy_stats
@@ -216,7 +210,8 @@ def backward(
 
 def _with_old_logprobs(micro_batch: Experience, output: PolicyOutput) -> Experience:
     """The micro-batch with the log-probabilities of a pass as the old ones, and the entropy or an estimate of it."""
-    return replace(micro_batch, logprobs=output.logprobs.detach(), entropy=output.estimated_entropy.detach())
+    old = output.logprobs.detach()
+    return replace(micro_batch, logprobs=old, ref_logprobs=old, entropy=output.estimated_entropy.detach())
 
 
 def policy_losses(trainer: Trainer, output: PolicyOutput, micro_batch: Experience, size: float) -> tuple[Tensor, Sums]:

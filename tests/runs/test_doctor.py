@@ -91,8 +91,9 @@ def test_a_round_that_trains_on_nothing_has_a_line_of_its_own(monkeypatch: pytes
     sums = {"policy/ratio": 0.0, "policy/clip_fraction": 0.0}
     stats = UpdateStats(LossStats(sums), grad_norms={"policy": 0.0}, optimizer_steps=1)
     batch = SimpleNamespace(mask=torch.ones(2, 3), advantages=torch.ones(2, 3))
-    trainer: Any = SimpleNamespace(defers_logprobs=False, sum_over_ranks=floats, max_over_ranks=list)
+    trainer: Any = SimpleNamespace(sum_over_ranks=floats, max_over_ranks=list)
     monkeypatch.setattr(doctor, "generate", lambda *given: batch)
+    monkeypatch.setattr(doctor, "compute_logprobs", lambda *given: batch)
     monkeypatch.setattr(doctor, "compute_advantages", lambda *given: (batch, {"kl/penalty": 0.0}))
     monkeypatch.setattr(doctor, "update", lambda *given: (batch, stats))
     monkeypatch.setattr(doctor, "engine_gap", lambda *given: 0.0)

@@ -226,12 +226,12 @@ def updated(path: str, way: dict[str, Any], micro_batch_tokens: int) -> dict[str
     judged = [ScoredCompletion(each, each.episode.score + each.prompt.id % 3, True, {}) for each in own if each.episode]
     start = experience.build_batch(judged, PAD)
     wave = torch.sin(start.groups[:, None] + torch.arange(start.mask.shape[1]))
-    said = loop.compute_logprobs(run, start).logprobs
+    said = loop.compute_logprobs(run, start, all_rows=True).logprobs
     batch = replace(start, rollout_logprobs=said + 0.3 * wave * start.mask)
-    batch = loop.compute_logprobs(run, batch, run.defers_logprobs)
+    batch = loop.compute_logprobs(run, batch)
     batch, kl_sums = loop.compute_advantages(run, batch)
     assert not batch.advantages[batch.mask == 0].any()
-    batch, stats = update.update(run, batch, run.defers_logprobs)
+    batch, stats = update.update(run, batch)
     sums = run.sum_over_ranks(flat(stats) | kl_sums | {"advantages": (batch.advantages * batch.home[:, None]).sum()})
     state = {f"{n}.{k}": p for n, t in run.models.items() for k, p in t.model.named_parameters()}
     result = {name: p.full_tensor().detach() for name, p in state.items()}

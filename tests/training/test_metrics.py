@@ -86,7 +86,6 @@ def trainer_of(mesh: Mesh, **more: Any) -> Any:
         kl=AdaptiveKL(0.1, 0.5, 100.0),
         reward_stats=RunningScores(),
         aggregates={},
-        defers_logprobs=False,
         step=4,
         tokens=100,
         seconds=50.0,

@@ -184,11 +184,11 @@ def updated(
     start = experience.build_batch(judged, PAD).to(run.device)
     for _ in range(2):  # in the second round the policy is no longer the reference
         wave = torch.sin(start.groups[:, None] + torch.arange(start.mask.shape[1], device=device))
-        said = loop.compute_logprobs(run, start).logprobs
+        said = loop.compute_logprobs(run, start, all_rows=True).logprobs
         batch = replace(start, rollout_logprobs=said + 0.3 * wave * start.mask)
-        batch = loop.compute_logprobs(run, batch, run.defers_logprobs)
+        batch = loop.compute_logprobs(run, batch)
         batch, kl_sums = loop.compute_advantages(run, batch)
-        batch, stats = update.update(run, batch, run.defers_logprobs)
+        batch, stats = update.update(run, batch)
         sums = run.sum_over_ranks(flat(stats) | kl_sums | {"entropy": (batch.entropy * batch.mask).sum()})
     state = {f"{n}.{k}": p for n, t in run.models.items() for k, p in t.model.named_parameters()}
     state |= {f"average.{name}": p for name, p in run.ema.items()}
@@ -233,22 +233,22 @@ def test_the_engines_logprobs_can_be_the_old_ones(on_ranks: OnRanks, tiny_model:
 def late_or_not(rank: int, ranks: int, path: str, way: dict[str, Any], late: bool) -> tuple[Experience, dict[str, Any]]:
     """The same completions through steps 4 to 7 of the loop: the batch after them; weights and statistics."""
     run = trainer_of(path, way, 60)
-    assert run.defers_logprobs
+    assert run.defers_logprobs == late
     own = [c for c in completions() if c.prompt.id % ranks == rank]
     judged = [ScoredCompletion(c, float(c.prompt.id % 3 + c.sample), True, {"task": 0.0}) for c in own]
     start = experience.build_batch(judged, PAD)
-    said = loop.compute_logprobs(run, start).logprobs
+    said = loop.compute_logprobs(run, start, all_rows=True).logprobs
     start = replace(start, rollout_logprobs=said - 0.3 * torch.sin(torch.arange(said.shape[1])) * start.mask)
     forward = run.policy.forward
     if late and run.config.train.num_minibatches == 1:
         run.policy.forward = refuse
-    batch = loop.compute_logprobs(run, start, late)
+    batch = loop.compute_logprobs(run, start)
     run.policy.forward = forward
     first, *others = experience.minibatches(batch, run.config.train.num_minibatches)
     assert bool(first.logprobs.any()) != late
     assert all(other.logprobs.any() for other in others)
     batch, kl_sums = loop.compute_advantages(run, batch)
-    batch, stats = update.update(run, batch, late)
+    batch, stats = update.update(run, batch)
     sums: dict[str, Any] = run.sum_over_ranks(flat(stats))
     selection = Selection(len(judged), run.config.train.samples_per_prompt, filtered=False, greedy=False)
     selection.add(judged)
@@ -260,7 +260,10 @@ def late_or_not(rank: int, ranks: int, path: str, way: dict[str, Any], late: boo
 
 
 def both(rank: int, ranks: int, path: str, way: dict[str, Any]) -> list[tuple[Experience, dict[str, Any]]]:
-    return [late_or_not(rank, ranks, path, way, late) for late in (False, True)]
+    with pytest.MonkeyPatch.context() as patch:
+        late = late_or_not(rank, ranks, path, way, True)
+        patch.setattr(trainer.Trainer, "defers_logprobs", False)
+        return [late_or_not(rank, ranks, path, way, False), late]
 
 
 @pytest.mark.slow
@@ -361,9 +364,9 @@ def scattered(rank: int, ranks: int, path: str) -> list[tuple[list[bool], dict[s
         (micros,), (size,) = run.micro_batches([batch]), update.denominators(run, [batch])
         assert len(micros) > 1
         run.set_gradient_sync(last=False)
-        update.backward(run, micros[0], size, False)
+        update.backward(run, micros[0], size)
         reduced = [p.grad is not None for t in run.models.values() for p in t.model.parameters()]
-        update.accumulate(run, micros[1:], size, 0, False)
+        update.accumulate(run, micros[1:], size, 0)
         update.optimizer_step(run, 0)
         weights = {f"{n} {k}": p for n, t in run.models.items() for k, p in t.model.named_parameters()}
         found.append((reduced, {name: p.full_tensor().detach() for name, p in weights.items()}))
@@ -418,9 +421,9 @@ def kept(rank: int, ranks: int, path: str) -> list[tuple[list[bool], dict[str, T
             batch, _ = loop.compute_advantages(run, loop.compute_logprobs(run, start))
             (micros,), (size,) = run.micro_batches([batch]), update.denominators(run, [batch])
             run.set_gradient_sync(last=False)
-            update.backward(run, micros[0], size, False)
+            update.backward(run, micros[0], size)
             whole = [not isinstance(p, DTensor) for t in run.models.values() for p in t.model.parameters()]
-            update.accumulate(run, micros[1:], size, 0, False)
+            update.accumulate(run, micros[1:], size, 0)
             after = [isinstance(p, DTensor) for t in run.models.values() for p in t.model.parameters()]
             assert all(after)  # the last backward pass has freed them
             update.optimizer_step(run, 0)
@@ -725,10 +728,10 @@ def shares_and_update(rank: int, ranks: int, path: str, way: dict[str, Any]) -> 
         run = trainer_of(path, way, 64)
         own = [c for c in completions() if c.prompt.id % ranks == rank]
         judged = [ScoredCompletion(c, float(c.prompt.id % 3 + c.sample), True, {}) for c in own]
-        batch = loop.compute_logprobs(run, experience.build_batch(judged, PAD), run.defers_logprobs)
+        batch = loop.compute_logprobs(run, experience.build_batch(judged, PAD))
         batch, _ = loop.compute_advantages(run, batch)
         shares = update.gradient_shares(run, batch) if by_rlx else by_autograd(run, batch, path)
-        update.update(run, batch, run.defers_logprobs)
+        update.update(run, batch)
         results.append((shares, {name: p.full_tensor().detach() for name, p in run.policy.named_parameters()}))
     return tuple(results)
 
