@@ -99,6 +99,11 @@ class Selection:
             self.candidates += group
         self.tokens += sum(each.completion.num_drawn for each in scored)
 
+    def end_round(self, seconds: float) -> None:
+        """Counts a round of generation, all of whose completions were added; the engines took `seconds` for it."""
+        self.rounds += 1
+        self.seconds += seconds
+
     def count_missing(self) -> int:
         """How many more groups all replicas together want; a collective call."""
         return max(0, self.wanted * self.replicas - self._alike_of_all().count(False))

@@ -41,58 +41,53 @@ def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpoin
         reporter.notify(Phase("first evaluation"))
         metrics, samples = evaluate(trainer, collector, all_sets=True)
         tell(trainer, reporter, unread_answers(samples, metrics["eval/accuracy"], trainer.config.reward))
-        tell(trainer, reporter, failed_episodes(trainer.step, metrics, {}))
-    while not finish_step(trainer, collector, checkpointer, reporter, metrics, samples):  # records step `trainer.step`
-        timer = StepTimer()
-        trainer.begin_step()
-        selection, parts = collector.new_selection(), []
-        while needs_more(trainer, selection):  # once, unless groups of equal scores are left out
-            parts += collect(trainer, collector, selection, timer)  # 1 to 5
-        with timer("logprobs"):
-            collector.sleep_engines()
-            rest = collector.build_batches(selection.take(last=True), trainer.device)
-            parts += [compute_logprobs(trainer, batch) for batch in rest]
-            experience, kl_sums = compute_advantages(trainer, concat(parts))  # 6 advantages and returns
-        record_gradient_shares(trainer, collector, experience)
-        with timer("update"):
-            experience, stats = update(trainer, experience)  # 7 losses, backward, clip, step
-        with timer("rollout"):
-            collector.wait_for_pending(trainer.step)
-        trainer.step += 1
-        with timer("sync"):
-            collector.push_weights(trainer.step)  # 8
-        collector.keep(trainer.step, selection, experience)
-        before = metrics | trainer.evaluation
-        metrics, samples = evaluate(trainer, collector)
-        measured, counts = summarize(trainer, selection, experience, stats, kl_sums, timer.metrics())
-        metrics |= measured | advance(trainer, counts)  # 9
-        metrics |= collector.observe(selection, trainer.device)
-        tell(trainer, reporter, failed_episodes(trainer.step, metrics, before))
+    while not record_step(trainer, collector, checkpointer, reporter, metrics, samples):  # until it is the last one
+        metrics, samples = train_step(trainer, collector)
+
+
+def train_step(trainer: Trainer, collector: RolloutCollector) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """One step of PPO, from prompts to new weights in the engines; a collective call.
+
+    A chunk of completions that is certain to be trained on gets its log-probabilities while later ones are generated.
+
+    Returns:
+        The step's metrics and the rows of its sample table, as `evaluate` gives them.
+    """
+    timer = StepTimer()
+    trainer.begin_step()
+    selection, parts = collector.new_selection(), list[LogprobBatch]()
+    while needs_more(trainer, selection):  # once, unless groups of equal scores are left out
+        for completions in timer.waiting("rollout", collector.collect(trainer.step)):  # 1 prompts; 2 tokens, logprobs
+            with timer("reward"):
+                selection.add(collector.score_training(completions, trainer.config.algorithm))  # 3 scores
+            with timer("logprobs"):  # 4 padded [B, T], masks; 5 old and reference logprobs, values
+                batches = collector.build_batches(selection.take(), trainer.device)
+                parts += [compute_logprobs(trainer, batch) for batch in batches]
+        selection.end_round(collector.queue.seconds)
+    with timer("logprobs"):
+        collector.sleep_engines()
+        batches = collector.build_batches(selection.take(last=True), trainer.device)  # 4 and 5 of what is left
+        parts += [compute_logprobs(trainer, batch) for batch in batches]
+        experience, kl_sums = compute_advantages(trainer, concat(parts))  # 6 advantages and returns
+    record_gradient_shares(trainer, collector, experience)
+    with timer("update"):
+        experience, stats = update(trainer, experience)  # 7 losses, backward, clip, optimizer step
+    with timer("rollout"):
+        collector.wait_for_pending(trainer.step)
+    trainer.step += 1
+    with timer("sync"):
+        collector.push_weights(trainer.step)  # 8 weights to the engines
+    collector.keep(trainer.step, selection, experience)
+    metrics, samples = evaluate(trainer, collector)
+    measured, counts = summarize(trainer, selection, experience, stats, kl_sums, timer.metrics())  # 9 metrics
+    metrics |= measured | advance(trainer, counts)
+    return metrics | collector.observe(selection, trainer.device), samples
 
 
 def tell(trainer: Trainer, reporter: Reporter, lines: Sequence[str]) -> None:
     """Tells the person who watches what all ranks know."""
     for line in lines if trainer.mesh.rank == 0 else ():
         reporter.notify(line)
-
-
-def collect(
-    trainer: Trainer, collector: RolloutCollector, selection: Selection, timer: StepTimer
-) -> list[LogprobBatch]:
-    """Generates and scores the next round of prompts, chunk by chunk.
-
-    Groups that are certain to be trained on also get their log-probabilities at once, while later chunks are generated.
-    """
-    parts: list[LogprobBatch] = []
-    selection.rounds += 1
-    for completions in timer.waiting("rollout", collector.collect(trainer.step)):  # 1 prompts, 2 tokens, logprobs
-        with timer("reward"):
-            selection.add(collector.score_training(completions, trainer.config.algorithm))  # 3
-        with timer("logprobs"):  # 4 padded [B, T], masks; 5 old and reference logprobs, values
-            batches = collector.build_batches(selection.take(), trainer.device)
-            parts += [compute_logprobs(trainer, batch) for batch in batches]
-    selection.seconds += collector.queue.seconds
-    return parts
 
 
 def needs_more(trainer: Trainer, selection: Selection) -> bool:
@@ -221,7 +216,7 @@ def advance(trainer: Trainer, counts: StepCounts) -> dict[str, float]:
     return {"tokens/total": float(trainer.tokens), "time/total": trainer.seconds}
 
 
-def finish_step(
+def record_step(
     trainer: Trainer,
     collector: RolloutCollector,
     checkpointer: Checkpointer,
@@ -233,6 +228,7 @@ def finish_step(
 
     A checkpoint is reported with the first step after it has become complete.
     """
+    tell(trainer, reporter, failed_episodes(trainer.step, metrics, trainer.told))
     end = decide_end(trainer, checkpointer, reporter)
     if not end.is_last:
         begin_next(trainer, collector, metrics)

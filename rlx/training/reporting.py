@@ -97,12 +97,15 @@ _OF_EPISODES = {
 """shares of episodes whose environment failed, and what is said where that is all"""
 
 
-def failed_episodes(step: int, metrics: Mapping[str, float], before: Mapping[str, float]) -> list[str]:
-    """Lines for whoever watches if all episodes of a step, or of its evaluation, have failed, but not yet `before`.
+def failed_episodes(step: int, metrics: Mapping[str, float], told: set[str]) -> list[str]:
+    """Lines for whoever watches if all episodes of a step, or of its evaluation, have failed, the first time in a row.
 
     Args:
         metrics: of the step over all ranks.
-        before: those of the step before, with the newest evaluation.
+        told: the metrics of which that was said before; brought up to date.
     """
-    new = [name for name in _OF_EPISODES if metrics.get(name) == 1 != before.get(name)]
+    failed = [name for name in _OF_EPISODES if metrics.get(name) == 1]
+    new = [name for name in failed if name not in told]
+    told.difference_update(metrics)
+    told.update(failed)
     return [_OF_EPISODES[name].format(step) for name in new]

@@ -71,6 +71,7 @@ class Trainer:
     tokens: int = 0  # response tokens generated so far, by all ranks
     seconds: float = 0.0  # of the steps so far
     evaluation: dict[str, float] = field(default_factory=dict)  # the newest evaluation's metrics
+    told: set[str] = field(default_factory=set)  # see `reporting.failed_episodes`
     aggregates: dict[str, Metric] = field(default_factory=dict)  # by metric; to make one takes longer than to use it
 
     @property

@@ -14,7 +14,7 @@ from rlx.rewards.completions import CompletionScorer, SourceRewards
 from rlx.training.collector import RolloutCollector, Selection, apply_length_penalty, right_share
 from rlx.training.loop import needs_more
 from rlx.training.metrics import StepTimer, sample_rows
-from rlx.training.reporting import MemoryReporter
+from rlx.training.reporting import MemoryReporter, failed_episodes
 from rlx.types import Completion, Episode, Observation, Prompt, Response, Sampling, ScoredCompletion, Turn
 
 TEXTS = {(1,): "so 4", (2, 2): "5", (3, 3, 3): "no idea"}
@@ -252,3 +252,12 @@ def test_sample_rows_and_reports_are_kept_in_memory() -> None:
     assert not reporter.should_stop(4)
     reporter.stopping = True
     assert reporter.should_stop(4)
+
+
+def test_that_all_episodes_failed_is_said_once_in_a_row() -> None:
+    told = set[str]()
+    shares = [{"eval/failed_fraction": 1.0}, {"episode/failed_fraction": 1.0}, {"episode/failed_fraction": 1.0}]
+    shares += [{"episode/failed_fraction": 0.5}, {"episode/failed_fraction": 1.0, "eval/failed_fraction": 1.0}]
+    said = [[line.partition(" failed")[0] for line in failed_episodes(*each, told)] for each in enumerate(shares)]
+    evaluation, step = "all episodes of the evaluation after step 0", "all episodes of step {}"
+    assert said == [[evaluation], [step.format(1)], [], [], [step.format(4)]]
