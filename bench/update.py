@@ -167,7 +167,7 @@ def rank(job: dict[str, Any]) -> None:
         if loop:
             result["bare"].append(ray.get(loop.round.remote()))
         started = now(run.device)
-        (made,) = collector.build_batches(judged, run.device)
+        (made,) = collector.build_batches(judged)
         batch, _ = compute_advantages(run, compute_logprobs(run, made))
         memory.forget()
         between = now(run.device)

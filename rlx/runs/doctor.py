@@ -99,9 +99,9 @@ def generate(trainer: Trainer, collector: RolloutCollector) -> RolloutBatch:
     selection = collector.new_selection()
     # No generation runs ahead of this call: the weights change between two calls.
     for completions in collector.queue.next(trainer.step, trainer.step + 1):
-        selection.add(collector.score_training(completions, trainer.config.algorithm))
+        selection.add(collector.score_training(completions))
     collector.sleep_engines()
-    (batch,) = collector.build_batches(selection.take(last=True), trainer.device)
+    (batch,) = collector.build_batches(selection.take(last=True))
     return batch
 
 

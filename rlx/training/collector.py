@@ -14,8 +14,6 @@ import torch
 
 from rlx.algorithms import advantages
 from rlx.config.sections.algorithm import AlgorithmConfig
-from rlx.config.sections.rollout import RolloutConfig
-from rlx.config.sections.train import TrainConfig
 from rlx.mesh import Mesh, exchange_objects, in_turns
 from rlx.rewards.completions import CompletionScorer
 from rlx.rollout.base import Engines
@@ -25,6 +23,7 @@ from rlx.samples.writer import CompletionWriter
 from rlx.training.evaluation.sets import QuestionSet
 from rlx.training.experience import Experience, RolloutBatch, build_batch
 from rlx.training.rollout_queue import RolloutQueue
+from rlx.training.trainer import Trainer
 from rlx.types import Completion, Sampling, ScoredCompletion
 
 
@@ -148,17 +147,14 @@ class Selection:
 class RolloutCollector:
     """One rank's steps from prompts to scored completions; every rank makes the same calls in the same order."""
 
+    trainer: Trainer
     engines: Engines
     queue: RolloutQueue
     sampling: Sampling
     score: CompletionScorer
     evaluations: Sequence[QuestionSet]
-    train: TrainConfig
-    algorithm: AlgorithmConfig
-    rollout: RolloutConfig
     completions: CompletionWriter | None = None  # None: this process keeps none
     outcomes: OutcomeWriter | None = None  # None: another process keeps those of all
-    sources: Sequence[str] = ()  # what data.sources are called, by their numbers; none: there is one
 
     def push_weights(self, version: int, *, starting: bool = False) -> None:
         """Sends the policy to the engines; returns on every rank once they have it.
@@ -167,37 +163,32 @@ class RolloutCollector:
             version: the step that the weights belong to.
             starting: the engines may still be starting; requests of an earlier run on them end first.
         """
-        self.engines.push(version, starting=starting, keep=self.rollout.partial_rollouts and not starting)
+        keep = self.trainer.config.rollout.partial_rollouts and not starting
+        self.engines.push(version, starting=starting, keep=keep)
 
-    def collect(self, step: int) -> Iterator[list[Completion]]:
-        """The completions of the next round of prompts, chunk by chunk, those of a prompt together.
-
-        Later rounds begin as far ahead as rollout.max_staleness allows.
-        """
-        return self.queue.next(step, self.train.steps)
-
-    def score_training(self, completions: Sequence[Completion], algorithm: AlgorithmConfig) -> list[ScoredCompletion]:
+    def score_training(self, completions: Sequence[Completion]) -> list[ScoredCompletion]:
         """Scores with the length penalties of the step subtracted."""
-        return apply_length_penalty(self.score(completions), algorithm, self.rollout.max_tokens)
+        config = self.trainer.config
+        return apply_length_penalty(self.score(completions), config.algorithm, config.rollout.max_tokens)
 
-    def observe(self, selection: Selection, device: torch.device) -> dict[str, float]:
+    def observe(self, selection: Selection) -> dict[str, float]:
         """Tells a curriculum how a step's prompts were answered, and returns its metrics; a collective call."""
         prompts = self.queue.prompts
         if prompts.success is None:
             return {}
-        own, size = selection.candidates, selection.samples
-        shares = [right_share(own[start : start + size]) for start in range(0, len(own), size)]
-        correct = in_turns(torch.tensor(shares, dtype=torch.float64, device=device), self.score.mesh)
-        return prompts.observe(correct.tolist())
+        rows, size = selection.candidates, selection.samples
+        shares = [right_share(rows[start : start + size]) for start in range(0, len(rows), size)]
+        own = torch.tensor(shares, dtype=torch.float64, device=self.trainer.device)
+        return prompts.observe(in_turns(own, self.trainer.mesh).tolist())
 
     def wait_for_pending(self, step: int) -> None:
         """Waits for rollouts that run ahead, unless they may continue with the next weights."""
-        if not self.rollout.partial_rollouts:
+        if not self.trainer.config.rollout.partial_rollouts:
             self.queue.wait(step)
 
     def sleep_engines(self) -> None:
         """Makes engines that share their GPU with a trainer free its memory until the next push."""
-        if self.rollout.placement == "colocated":
+        if self.trainer.config.rollout.placement == "colocated":
             self.engines.sleep()
 
     def answers(self, sets: Sequence[QuestionSet], step: int) -> Iterator[tuple[QuestionSet, list[ScoredCompletion]]]:
@@ -224,14 +215,15 @@ class RolloutCollector:
         columns = (batch.logprobs, batch.newest_logprobs, batch.advantages, batch.trained)
         trained = TrainedTokens(*(column.cpu().numpy() for column in columns))
         rows = [*selection.taken, *selection.left_out]
-        prompts = len(self.queue.prompts.rows)
-        self.completions.keep(StepCompletions(Kind.TRAINING, step, prompts, rows, trained, self.sources))
+        prompts, labels = len(self.queue.prompts.rows), self.trainer.config.data.labels
+        self.completions.keep(StepCompletions(Kind.TRAINING, step, prompts, rows, trained, labels))
 
     def keep_held_out(self, step: int, scored: Sequence[ScoredCompletion]) -> None:
         """Has the answers of the evaluation after a step written."""
         if self.completions is not None and scored:
             prompts = 1 + max(each.completion.prompt.id for each in scored)  # they have no epochs
-            self.completions.keep(StepCompletions(Kind.HELD_OUT, step, prompts, scored, sources=self.sources))
+            labels = self.trainer.config.data.labels
+            self.completions.keep(StepCompletions(Kind.HELD_OUT, step, prompts, scored, sources=labels))
 
     def keep_outcomes(self, step: int, name: str, outcomes: Outcomes) -> None:
         """Writes what came of each question in the evaluation of that name after a step."""
@@ -240,20 +232,21 @@ class RolloutCollector:
 
     def new_selection(self) -> Selection:
         """An empty selection of the groups that this replica trains on in a step."""
+        config, mesh = self.trainer.config, self.trainer.mesh
         return Selection(
-            wanted=self.train.prompts_per_step // self.score.mesh.dp_size,
-            samples=self.train.samples_per_prompt,
-            filtered=self.algorithm.filter_groups,
-            greedy=self.algorithm.estimator.needs_greedy,
-            immediate=self.rollout.num_chunks > 1,
-            by_correct=self.algorithm.filter_by == "correct",
-            mesh=self.score.mesh,
+            wanted=config.train.prompts_per_step // mesh.dp_size,
+            samples=config.train.samples_per_prompt,
+            filtered=config.algorithm.filter_groups,
+            greedy=config.algorithm.estimator.needs_greedy,
+            immediate=config.rollout.num_chunks > 1,
+            by_correct=config.algorithm.filter_by == "correct",
+            mesh=mesh,
         )
 
-    def build_batches(self, scored: Sequence[ScoredCompletion], device: torch.device) -> list[RolloutBatch]:
-        """The completions as tensors on a device: one batch, or none for no completions."""
-        pad_id = self.score.tokenizer.pad_token_id or 0
-        return [build_batch(scored, pad_id, self.algorithm.mask_truncated).to(device)] if scored else []
+    def build_batches(self, scored: Sequence[ScoredCompletion]) -> list[RolloutBatch]:
+        """The completions as tensors on the rank's device: one batch, or none for no completions."""
+        pad_id, mask_truncated = self.score.tokenizer.pad_token_id or 0, self.trainer.config.algorithm.mask_truncated
+        return [build_batch(scored, pad_id, mask_truncated).to(self.trainer.device)] if scored else []
 
 
 def right_share(group: Sequence[ScoredCompletion]) -> float:

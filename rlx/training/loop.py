@@ -57,17 +57,17 @@ def train_step(trainer: Trainer, collector: RolloutCollector) -> tuple[dict[str,
     trainer.begin_step()
     selection, parts = collector.new_selection(), list[LogprobBatch]()
     while needs_more(trainer, selection):  # once, unless groups of equal scores are left out
-        for completions in timer.waiting("rollout", collector.collect(trainer.step)):  # 1 prompts; 2 tokens, logprobs
+        chunks = collector.queue.next(trainer.step, trainer.config.train.steps)  # 1 prompts
+        for completions in timer.waiting("rollout", chunks):  # 2 tokens, logprobs
             with timer("reward"):
-                selection.add(collector.score_training(completions, trainer.config.algorithm))  # 3 scores
+                selection.add(collector.score_training(completions))  # 3 scores
             with timer("logprobs"):  # 4 padded [B, T], masks; 5 old and reference logprobs, values
-                batches = collector.build_batches(selection.take(), trainer.device)
-                parts += [compute_logprobs(trainer, batch) for batch in batches]
+                parts += [compute_logprobs(trainer, batch) for batch in collector.build_batches(selection.take())]
         selection.end_round(collector.queue.seconds)
     with timer("logprobs"):
         collector.sleep_engines()
-        batches = collector.build_batches(selection.take(last=True), trainer.device)  # 4 and 5 of what is left
-        parts += [compute_logprobs(trainer, batch) for batch in batches]
+        rest = collector.build_batches(selection.take(last=True))
+        parts += [compute_logprobs(trainer, batch) for batch in rest]  # 4 and 5 of what is left
         experience, kl_sums = compute_advantages(trainer, concat(parts))  # 6 advantages and returns
     record_gradient_shares(trainer, collector, experience)
     with timer("update"):
@@ -81,7 +81,7 @@ def train_step(trainer: Trainer, collector: RolloutCollector) -> tuple[dict[str,
     metrics, samples = evaluate(trainer, collector)
     measured, counts = summarize(trainer, selection, experience, stats, kl_sums, timer.metrics())  # 9 metrics
     metrics |= measured | advance(trainer, counts)
-    return metrics | collector.observe(selection, trainer.device), samples
+    return metrics | collector.observe(selection), samples
 
 
 def tell(trainer: Trainer, reporter: Reporter, lines: Sequence[str]) -> None:

@@ -181,15 +181,14 @@ class Engines:
 
 def collector(engines: Engines, **rollout: Any) -> RolloutCollector:
     config = from_tree({"rollout": rollout, "train": {"prompts_per_step": 8, "samples_per_prompt": 2}})
+    trainer = SimpleNamespace(config=config, mesh=scorer().mesh, device=torch.device("cpu"))
     return RolloutCollector(
+        trainer=trainer,  # type: ignore[arg-type]
         engines=engines,  # type: ignore[arg-type]
         queue=None,  # type: ignore[arg-type]
         sampling=Sampling(1.0, 1.0, -1, 4, (1,)),
         score=scorer(),
         evaluations=(),
-        train=config.train,
-        algorithm=config.algorithm,
-        rollout=config.rollout,
     )
 
 
@@ -211,9 +210,9 @@ def test_a_selection_takes_a_replicas_share_of_the_prompts() -> None:
 
 def test_completions_become_at_most_one_batch() -> None:
     own = collector(Engines())
-    (batch,) = own.build_batches(own.score(COMPLETIONS), torch.device("cpu"))
+    (batch,) = own.build_batches(own.score(COMPLETIONS))
     assert batch.ids.tolist() == [[7, 1, 0, 0], [7, 2, 2, 0], [7, 3, 3, 3]]
-    assert own.build_batches([], torch.device("cpu")) == []
+    assert own.build_batches([]) == []
 
 
 @pytest.mark.parametrize(("rounds", "wanted", "expected"), [(0, 0, True), (1, 0, False), (1, 1, True), (2, 1, False)])

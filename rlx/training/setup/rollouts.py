@@ -44,17 +44,14 @@ def build_collector(inputs: TrainingInputs, trainer: Trainer, tokenizer: Any) ->
     scorer = partial(make_scorer, remote=remote, tokenizer=tokenizer, mesh=mesh)
     parts = zip(config.data.parts, config.reward_parts, strict=True)
     return RolloutCollector(
+        trainer=trainer,
         engines=engines,
         queue=_queue(trainer, engines, ends, training_prompts(inputs, mesh)),
         sampling=sampling,
         score=scorer([ScoredSource(part, reward, part.seed, part.num_prompts) for part, reward in parts]),
         evaluations=_evaluations(inputs, mesh, sampling, scorer),
-        train=config.train,
-        algorithm=config.algorithm,
-        rollout=config.rollout,
         completions=_completion_writer(inputs, mesh, tokenizer),
         outcomes=OutcomeWriter(inputs.folder, inputs.reporter.notify) if mesh.rank == 0 else None,
-        sources=config.data.labels,
     )
 
 
