@@ -30,6 +30,7 @@ from rlx.cluster import connection
 from rlx.config.experiment import EXPERIMENT_FILE
 from rlx.config.sections.model import ModelConfig
 from rlx.config.sections.rollout import RolloutConfig
+from rlx.mesh import Mesh
 from rlx.models.tiny import WarmStart, make_tiny_model
 from rlx.rollout.engine_actors import EngineSpec, start_engines
 from rlx.rollout.engine_args import engine_args
@@ -171,6 +172,14 @@ def _as_rank(rank: int, ranks: int, folder: str, function: Callable[..., Any], a
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     torch.save(function(rank, ranks, *args), Path(folder, str(rank)))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def alone() -> Iterator[Mesh]:
+    """The mesh of this process, which has no others."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield Mesh.of("cpu", 1)
     dist.destroy_process_group()
 
 

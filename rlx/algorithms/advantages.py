@@ -62,9 +62,9 @@ class AdvantageInputs:
     values: Tensor  # [B, T] of the critic; read by estimators that need a critic
     mask: Tensor  # [B, T]
     groups: Tensor  # [B] int64, equal for responses to the same prompt
-    greedy_scores: Tensor | None = None  # [B] score of the greedy completion of the prompt
+    greedy_scores: Tensor  # [B] score of the greedy completion of the prompt; read by estimators that need one
+    counted: Tensor  # [B] 1, or 0 for what its group is not compared with
     turn_rewards: Tensor | None = None  # [B, T] the parts of the scores that turns were given; None: all at the end
-    counted: Tensor | None = None  # [B] 1, or 0 for what its group is not compared with; None: all count
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def estimate_advantages(kind: str, inputs: AdvantageInputs, settings: AdvantageS
     advantage of a token is the discounted sum of that number and of the KL rewards from the token on.
 
     Raises:
-        ValueError: unknown kind, or the scores of the greedy completions are missing.
+        ValueError: unknown kind.
     """
     return lookup(ADVANTAGES, kind, "advantage estimator")(inputs, settings)
 
@@ -161,8 +161,6 @@ def _reinforce(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantag
 
 def _remax(inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantagesAndReturns:
     """s - the score of the greedy completion. Source: Li et al. 2023, ReMax (arXiv 2310.10505) alg. 1."""
-    if inputs.greedy_scores is None:
-        raise ValueError("remax needs the scores of the greedy completions")
     return _rewards_to_go(inputs.scores - inputs.greedy_scores, inputs, settings.gamma, settings.kl_coef)
 
 
@@ -238,7 +236,7 @@ def _within_groups(compare: Callable[[_Groups], Tensor]) -> AdvantageEstimator:
 
     def estimate(inputs: AdvantageInputs, settings: AdvantageSettings) -> AdvantagesAndReturns:
         rewards = inputs.scores - settings.kl_coef * apply_mask(inputs.kl, inputs.mask).sum(1)
-        left_out = torch.zeros_like(rewards).bool() if inputs.counted is None else inputs.counted == 0
+        left_out = inputs.counted == 0
         groups = _group_moments(rewards, inputs.mask.sum(1), inputs.groups, left_out)
         advantages = compare(groups).masked_fill(left_out, 0.0).to(rewards.dtype)
         return _rewards_to_go(advantages, inputs, settings.gamma, kl_coef=0.0)

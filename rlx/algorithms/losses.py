@@ -148,7 +148,7 @@ def policy_loss(
     mask: Tensor,
     denominator: float,
     settings: PolicyLossSettings,
-    weights: Tensor | None = None,
+    weights: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy loss (scalar, to be minimized) and its statistics; the gradient reaches `logp` only.
 
@@ -158,7 +158,7 @@ def policy_loss(
     Args:
         denominator: the size of the whole optimizer step, over all ranks and micro-batches (see `token_weights`); the
             loss is the masked sum divided by it.
-        weights: `[B, T]`, multiplied into the token losses: importance weights, token weights; None: 1.
+        weights: `[B, T]`, multiplied into the token losses: importance weights, token weights.
 
     Returns:
         The loss and detached sums over tokens where the mask is 1, unweighted; add them over the parts of the step,
@@ -173,9 +173,7 @@ def policy_loss(
     log_ratio = _clamped_log_ratio(logp, old_logp, mask)
     cost = -apply_mask(advantages.detach(), mask)
     clipped = token_loss(apply_mask(logp, mask), log_ratio, cost, mask, settings)
-    losses = clipped.losses
-    if weights is not None:
-        losses = losses * apply_mask(weights.detach(), mask)
+    losses = clipped.losses * apply_mask(weights.detach(), mask)
     stats = {
         **_clip_stats(clipped, mask),
         "approx_kl": k3_unbounded(-log_ratio.detach()).sum(),  # zero where the mask is 0: the log-ratio is zero there
@@ -224,7 +222,7 @@ def kl_loss(
     mask: Tensor,
     denominator: float,
     kind: str,
-    weights: Tensor | None = None,
+    weights: Tensor,
 ) -> Tensor:
     """KL to the reference as a loss (scalar): the masked sum of weights * `estimate_kl` / `denominator`.
 
@@ -240,10 +238,10 @@ def kl_loss(
     kl = estimate_kl(apply_mask(logp - ref_logp.detach(), mask), kind)
     if kind.endswith("+"):
         kl = kl * _clamped_log_ratio(logp, old_logp, mask).detach().exp()
-    return _mean(kl.sum() if weights is None else (kl * apply_mask(weights.detach(), mask)).sum(), denominator)
+    return _mean((kl * apply_mask(weights.detach(), mask)).sum(), denominator)
 
 
-def entropy_loss(entropy: Tensor, mask: Tensor, denominator: float, weights: Tensor | None = None) -> Tensor:
+def entropy_loss(entropy: Tensor, mask: Tensor, denominator: float, weights: Tensor) -> Tensor:
     """Minus the mean entropy (scalar): minus the masked sum of weights * entropy / `denominator`.
 
     Source: the entropy bonus of Schulman et al. 2017 (arXiv 1707.06347) eq. 9.
@@ -251,8 +249,7 @@ def entropy_loss(entropy: Tensor, mask: Tensor, denominator: float, weights: Ten
     Raises:
         ValueError: the denominator is not positive.
     """
-    inside = apply_mask(entropy, mask)
-    return _mean(-(inside if weights is None else inside * apply_mask(weights.detach(), mask)).sum(), denominator)
+    return _mean(-(apply_mask(entropy, mask) * apply_mask(weights.detach(), mask)).sum(), denominator)
 
 
 def supervised_loss(logp: Tensor, mask: Tensor, denominator: float) -> Tensor:

@@ -57,16 +57,15 @@ def mean_variance(total: Tensor) -> tuple[Tensor, Tensor]:
     return mean, (second - first * mean).clamp(min=0) / (count - 1).clamp(min=1)
 
 
-def masked_whiten(x: Tensor, mask: Tensor, total: Tensor | None = None) -> Tensor:
+def masked_whiten(x: Tensor, mask: Tensor, total: Tensor) -> Tensor:
     """(x - mean) / sqrt(variance + 1e-8) where the mask is 1, and 0 elsewhere; in the dtype of x.
 
     The variance is unbiased (n - 1), and 0 for fewer than two tokens. Source: masked_whiten of TRL.
 
     Args:
-        total: `[3]`, the sum of `moments(x, mask)` over all tensors that are whitened together (the global batch);
-            None: x alone.
+        total: `[3]`, the sum of `moments(x, mask)` over all tensors that are whitened together (the global batch).
     """
-    mean, variance = mean_variance(moments(x, mask) if total is None else total)
+    mean, variance = mean_variance(total)
     whitened = (x.double() - mean) * torch.rsqrt(variance + _EPSILON)
     return apply_mask(whitened, mask).to(x.dtype)
 

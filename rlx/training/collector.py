@@ -42,29 +42,28 @@ class Selection:
         self,
         wanted: int,
         samples: int,
+        mesh: Mesh,
         *,
         filtered: bool,
         greedy: bool,
         immediate: bool = False,
         by_correct: bool = False,
-        mesh: Mesh | None = None,
     ) -> None:
         """Starts empty.
 
         Args:
             wanted: groups that this replica trains on.
             samples: completions of a group.
+            mesh: of the replicas.
             filtered: leave out groups whose scores, or right answers, are all equal.
             greedy: each group has one more completion at its end, the greedy one. The others get its score, or
                 their own if its environment failed, so that nothing is learnt from them.
             immediate: `take` gives groups as they come, instead of all at the end.
             by_correct: right answers count, not scores.
-            mesh: of the replicas; None: this one is alone.
         """
         self.wanted, self.samples = wanted, samples
         self.filtered, self.greedy, self.immediate, self.by_correct = filtered, greedy, immediate, by_correct
-        self.mesh = mesh
-        self.replica, self.replicas = (mesh.dp_rank, mesh.dp_size) if mesh else (0, 1)
+        self.mesh, self.replica, self.replicas = mesh, mesh.dp_rank, mesh.dp_size
         self.candidates: list[ScoredCompletion] = []  # all that this replica generated to choose from
         self.taken: list[ScoredCompletion] = []  # those that it trains on, in their order; others may have made them
         self.left_out: list[ScoredCompletion] = []  # of the candidates, those that no replica trains on
@@ -132,13 +131,11 @@ class Selection:
                 outgoing[place % self.replicas].append(self._groups[number // self.replicas])
         others = [number for number in order[len(chosen) :] if number % self.replicas == self.replica]
         self.left_out = [each for number in others for each in self._groups[number // self.replicas]]
-        arrived = [iter(part) for part in (exchange_objects(outgoing, self.mesh) if self.mesh else outgoing)]
+        arrived = [iter(part) for part in exchange_objects(outgoing, self.mesh)]
         return [next(arrived[number % self.replicas]) for number in chosen[self.replica :: self.replicas]]
 
     def _alike_of_all(self) -> list[bool]:
         """Of the groups of all replicas, by round and prompt, whether each is left out while there are others."""
-        if self.mesh is None:
-            return self._alike
         own = torch.tensor(self._alike, dtype=torch.float32, device=self.mesh.mesh.device_type)
         return [bool(each) for each in in_turns(own, self.mesh).tolist()]
 
@@ -236,11 +233,11 @@ class RolloutCollector:
         return Selection(
             wanted=config.train.prompts_per_step // mesh.dp_size,
             samples=config.train.samples_per_prompt,
+            mesh=mesh,
             filtered=config.algorithm.filter_groups,
             greedy=config.algorithm.estimator.needs_greedy,
             immediate=config.rollout.num_chunks > 1,
             by_correct=config.algorithm.filter_by == "correct",
-            mesh=mesh,
         )
 
     def build_batches(self, scored: Sequence[ScoredCompletion]) -> list[RolloutBatch]:

@@ -168,14 +168,14 @@ def compute_advantages(trainer: Trainer, batch: LogprobBatch) -> tuple[Experienc
     log_ratio = batch.logprobs - batch.ref_logprobs
     kl = estimate_kl(log_ratio, settings.kl_estimator)
     turn_rewards = batch.turn_rewards if trainer.config.environment.rewards == "turn" else None
-    inputs = AdvantageInputs(scores, kl, batch.values, mask, batch.groups, greedy_scores, turn_rewards, batch.counted)
+    inputs = AdvantageInputs(scores, kl, batch.values, mask, batch.groups, greedy_scores, batch.counted, turn_rewards)
     kl_coef = trainer.kl.coef if settings.kl_placement == "reward" else 0.0
     advantages, returns = estimate_advantages(
         settings.advantage, inputs, AdvantageSettings(kl_coef, settings.gamma, settings.gae_lambda)
     )
     if settings.whiten_advantages:
         total = trainer.mesh.all_reduce_sum(masking.moments(advantages, batch.loss_mask))
-        advantages = masking.masked_whiten(advantages, mask, total=total)
+        advantages = masking.masked_whiten(advantages, mask, total)
     ref, counted = k3_unbounded(log_ratio), mask * batch.counted[:, None]
     sums: Sums = {"kl/ref": masking.masked_sum(ref, counted), "kl/penalty": masking.masked_sum(kl, counted)}
     return batch.with_advantages(advantages, returns), sums

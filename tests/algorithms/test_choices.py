@@ -40,7 +40,7 @@ def test_every_choice_has_a_case_by_hand(choices: dict[str, Any], by_hand: dict[
     ("call", "message"),
     [
         (lambda x: kl.estimate_kl(x, "k4"), "KL estimator 'k4': .* k1, k2, k3, abs"),
-        (lambda x: losses.kl_loss(x, x, x, x, 1, "k4+"), "KL estimator 'k4.*': .* k1, k2, k3, abs"),
+        (lambda x: losses.kl_loss(x, x, x, x, 1, "k4+", x), "KL estimator 'k4.*': .* k1, k2, k3, abs"),
         (lambda x: kl.estimate_kl(x, "k1++"), "KL estimator"),
         (
             lambda x: response_advantages(x[0], x[0], "gea"),
@@ -48,7 +48,7 @@ def test_every_choice_has_a_case_by_hand(choices: dict[str, Any], by_hand: dict[
         ),
         (lambda x: losses.token_weights(x, "mean", 1), "aggregation 'mean': .* token_mean, sequence_mean, constant"),
         (
-            lambda x: losses.policy_loss(x, x, x, x, 1, PolicyLossSettings("a2c", 0.2, 0.2)),
+            lambda x: losses.policy_loss(x, x, x, x, 1, PolicyLossSettings("a2c", 0.2, 0.2), x),
             "loss 'a2c': .* ppo, gspo, cispo, sapo, clip_cov",
         ),
         (

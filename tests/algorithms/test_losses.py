@@ -168,6 +168,7 @@ def test_losses_do_not_depend_on_micro_batches_or_padding(
 # --- KL, entropy and supervised losses
 
 MASK = torch.tensor([[1, 0, 1], [0, 1, 0], [0, 0, 0]])
+ONES = torch.ones(3, 3)
 WEIGHTS = f64([[3, NAN, 5], [INF, 7, NAN], [NAN, NAN, NAN]])
 
 
@@ -178,7 +179,7 @@ def test_kl_loss_by_hand(kind: str, plus: str) -> None:
     logp = f64([[LOG2, NAN, -LOG2], [INF, 0, -INF], [NAN, NAN, NAN]]).requires_grad_()
     ref_logp = f64([[0, INF, 0], [NAN, 0, -INF], [NAN, NAN, NAN]])
     (a, b, c), (x, y, z) = KL_BY_HAND[kind][0], KL_BY_HAND["k2" if plus else kind][1]
-    loss = losses.kl_loss(logp, logp, ref_logp, MASK, 10, kind + plus)  # of the old policy's tokens, on policy
+    loss = losses.kl_loss(logp, logp, ref_logp, MASK, 10, kind + plus, ONES)  # of the old policy's tokens, on policy
     close(loss.detach(), (a + b + c) / 10)
     close(gradient(loss, logp), [[x / 10, 0, y / 10], [0, z / 10, 0], [0, 0, 0]])
     weighted = losses.kl_loss(logp, logp, ref_logp, MASK, 10, kind + plus, WEIGHTS)
@@ -187,7 +188,7 @@ def test_kl_loss_by_hand(kind: str, plus: str) -> None:
     # Off policy, current / old is 3, 1/2, 5 where policy / reference is 2, 1/2, 1.
     old_logp = logp.detach() - f64([[math.log(3), NAN, math.log(1 / 2)], [INF, math.log(5), 0], [0, 0, 0]])
     q, r, s = (3, 0.5, 5) if plus else (1, 1, 1)
-    loss = losses.kl_loss(logp, old_logp, ref_logp, MASK, 10, kind + plus)
+    loss = losses.kl_loss(logp, old_logp, ref_logp, MASK, 10, kind + plus, ONES)
     close(loss.detach(), (q * a + r * b + s * c) / 10)
     close(gradient(loss, logp), [[q * x / 10, 0, r * y / 10], [0, s * z / 10, 0], [0, 0, 0]])
 
@@ -216,7 +217,7 @@ def test_k3_in_the_loss_ends_at_10() -> None:
     # policy - reference is 1000, -1000, 10, 12, -2.6, -2.7; k3 reaches 10 at 10.99998 and at -2.6112
     logp = torch.tensor([[1000.0, -1000.0, 10.0, 12.0, -2.6, -2.7]], requires_grad=True)
     zero = torch.zeros(1, 6)
-    loss = losses.kl_loss(logp, zero, zero, torch.ones(1, 6), 1, "k3")
+    loss = losses.kl_loss(logp, zero, zero, torch.ones(1, 6), 1, "k3", torch.ones(1, 6))
     inside = math.exp(-10) + 9 + math.exp(2.6) - 1 - 2.6
     close(loss.detach(), torch.tensor(4 * 10 + inside), 1e-6)
     close(gradient(loss, logp), torch.tensor([[0, 0, 1 - math.exp(-10), 0, 1 - math.exp(2.6), 0]]), 1e-6)
@@ -224,7 +225,7 @@ def test_k3_in_the_loss_ends_at_10() -> None:
 
 def test_entropy_loss_by_hand() -> None:
     entropy = f64([[1, NAN, 2], [INF, 4, -INF], [NAN, NAN, NAN]]).requires_grad_()
-    loss = losses.entropy_loss(entropy, MASK, 10)
+    loss = losses.entropy_loss(entropy, MASK, 10, ONES)
     close(loss.detach(), -(1 + 2 + 4) / 10)
     close(gradient(loss, entropy), -MASK.double() / 10)
     weighted = losses.entropy_loss(entropy, MASK, 10, WEIGHTS)

@@ -29,27 +29,32 @@ def test_moments_are_count_sum_and_sum_of_squares_in_float64() -> None:
     close(masking.moments(x, torch.zeros(2, 3)), [0, 0, 0])
 
 
+def whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """A tensor whitened alone."""
+    return masking.masked_whiten(x, mask, masking.moments(x, mask))
+
+
 def test_whiten_by_hand() -> None:
     # mean (1 + 2 + 6) / 3 = 3; unbiased variance (4 + 1 + 9) / 2 = 7
     x, mask = f64([[1, NAN, 2], [6, INF, NAN]]), torch.tensor([[1, 0, 1], [1, 0, 0]])
     scale = 1 / math.sqrt(7 + 1e-8)
-    close(masking.masked_whiten(x, mask), [[-2 * scale, 0, -1 * scale], [3 * scale, 0, 0]])
+    close(whiten(x, mask), [[-2 * scale, 0, -1 * scale], [3 * scale, 0, 0]])
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1e5 + 0.1])  # the last one's variance rounds to below 0
 def test_whiten_of_equal_values_is_zero(value: float) -> None:
-    close(masking.masked_whiten(f64([[value] * 3]), torch.ones(1, 3)), [[0, 0, 0]], 1e-6)
+    close(whiten(f64([[value] * 3]), torch.ones(1, 3)), [[0, 0, 0]], 1e-6)
 
 
 @pytest.mark.parametrize("mask", [[[0, 0]], [[0, 1]]])
 def test_whiten_of_no_token_or_one_is_zero(mask: list[list[int]]) -> None:
-    close(masking.masked_whiten(f64([[NAN, 5]]), torch.tensor(mask)), [[0, 0]])
+    close(whiten(f64([[NAN, 5]]), torch.tensor(mask)), [[0, 0]])
 
 
 def test_whiten_of_one_local_token_uses_the_global_moments() -> None:
     # global values 5, 1, 3: mean 3, variance (4 + 4 + 0) / 2 = 4
     total = masking.moments(f64([[5, 1, 3]]), torch.ones(1, 3))
-    close(masking.masked_whiten(f64([[5, NAN]]), torch.tensor([[1, 0]]), total=total), [[2 / math.sqrt(4 + 1e-8), 0]])
+    close(masking.masked_whiten(f64([[5, NAN]]), torch.tensor([[1, 0]]), total), [[2 / math.sqrt(4 + 1e-8), 0]])
 
 
 def test_moments_of_four_ranks_add_up_to_global_whitening() -> None:
@@ -59,19 +64,19 @@ def test_moments_of_four_ranks_add_up_to_global_whitening() -> None:
     mask[5, 3:] = 0
     ranks = [slice(0, 2), slice(2, 4), slice(4, 5), slice(5, 8)]
     total = torch.stack([masking.moments(x[rank], mask[rank]) for rank in ranks]).sum(0)
-    whitened = torch.cat([masking.masked_whiten(x[rank], mask[rank], total=total) for rank in ranks])
+    whitened = torch.cat([masking.masked_whiten(x[rank], mask[rank], total) for rank in ranks])
 
     tokens = x[mask.bool()]
     expected = torch.zeros_like(x)
     expected[mask.bool()] = (tokens - tokens.mean()) / torch.sqrt(tokens.var() + 1e-8)
     close(whitened, expected)
-    close(masking.masked_whiten(x, mask), expected)
+    close(whiten(x, mask), expected)
 
 
 def test_whiten_keeps_a_small_spread_on_a_large_mean_and_the_dtype() -> None:
     # In float32 a sum of squares near 1e8 could not tell variance 1/4 * 1000 / 999 from 0.
     x = torch.tensor([[1e4 - 0.5, 1e4 + 0.5] * 500])
-    whitened = masking.masked_whiten(x, torch.ones_like(x))
+    whitened = whiten(x, torch.ones_like(x))
     expected = 0.5 / math.sqrt(0.25 * 1000 / 999 + 1e-8)
     close(whitened, torch.tensor([[-expected, expected] * 500]), 1e-6)  # assert_close compares dtypes, too
 
@@ -83,7 +88,7 @@ def test_whitened_tokens_have_mean_0_and_variance_1(seed: int, mean: float, std:
     x = torch.randn(4, 9, generator=make, dtype=torch.float64) * std + mean
     mask = (torch.rand(4, 9, generator=make) < 0.6).long()
     mask[0] = 1
-    tokens = masking.masked_whiten(x, mask)[mask.bool()]
+    tokens = whiten(x, mask)[mask.bool()]
     close(tokens.mean(), 0.0, 1e-6)
     close(tokens.var(), 1.0, 1e-5)  # 1e-8 on a variance of about 1e-2, and not 1e-6
 

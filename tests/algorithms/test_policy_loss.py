@@ -38,7 +38,7 @@ def test_clipped_policy_loss_of_one_token(
 ) -> None:
     logp, one = f64([[math.log(ratio)]]).requires_grad_(), torch.ones(1, 1)
     settings = PolicyLossSettings(kind, 0.2, 0.3, dual_clip)
-    actual, stats = losses.policy_loss(logp, f64([[0]]), f64([[advantage]]), one, 1, settings)
+    actual, stats = losses.policy_loss(logp, f64([[0]]), f64([[advantage]]), one, 1, settings, one)
     close(actual.detach(), loss)
     close(gradient(actual, logp), [[slope]])
     close(stats["clip_fraction"], float(clipped))
@@ -104,7 +104,7 @@ def test_policy_loss_of_a_batch_by_hand(kind: str) -> None:
     logp = (POLICY_RATIOS.log() - 1).requires_grad_()
     arguments = (logp, f64([[-1, NAN, -1], [-1, -1, INF], [INF, NAN, -1], [NAN, -1, NAN], [NAN, NAN, NAN]]))
     arguments += (POLICY_ADVANTAGES, POLICY_MASK, 10, PolicyLossSettings(kind, 0.2, 0.2))
-    loss, stats = policy_loss(*arguments)
+    loss, stats = policy_loss(*arguments, weights=torch.ones(5, 3))
     close(loss.detach(), sum(losses) / 10)
     close(gradient(loss, logp), f64(slopes) / 10)
     close(stats["clip_fraction"], float(clipped))
@@ -165,7 +165,7 @@ def test_gspo_scales_each_token_by_its_own_advantage() -> None:
     # ratio sqrt(1.21 * 1) = 1.1 on both tokens
     logp = f64([[math.log(1.21), 0]]).requires_grad_()
     settings = PolicyLossSettings("gspo", 0.2, 0.2)
-    loss, _ = losses.policy_loss(logp, f64([[0, 0]]), f64([[1, -3]]), torch.ones(1, 2), 1, settings)
+    loss, _ = losses.policy_loss(logp, f64([[0, 0]]), f64([[1, -3]]), torch.ones(1, 2), 1, settings, torch.ones(1, 2))
     close(gradient(loss, logp), [[-1.1, 3 * 1.1]])
 
 
@@ -173,7 +173,7 @@ def test_gspo_gives_every_token_of_a_response_the_same_ratio() -> None:
     # To the last bit: or the clip would take some tokens of a response on its bound and leave others.
     make, one = torch.Generator().manual_seed(0), torch.ones(1, 50)
     logp = (3 * torch.randn(1, 50, generator=make)).requires_grad_()
-    loss, _ = losses.policy_loss(logp, 0 * one, one, one, 1, PolicyLossSettings("gspo", 0.9, 9.0))
+    loss, _ = losses.policy_loss(logp, 0 * one, one, one, 1, PolicyLossSettings("gspo", 0.9, 9.0), one)
     slopes = gradient(loss, logp)
     close(slopes, slopes[:, :1].expand(1, 50), 0.0)
 
@@ -185,7 +185,8 @@ def test_policy_loss_of_huge_log_ratios_is_finite(dtype: torch.dtype, dual_clip:
     logp = torch.tensor([[1000], [-1000], [1000], [-1000]], dtype=dtype, requires_grad=True)
     advantages = torch.tensor([[1], [1], [-1], [-1]], dtype=dtype)
     settings = PolicyLossSettings(kind, 0.2, 0.2, dual_clip)
-    loss, stats = losses.policy_loss(logp, torch.zeros(4, 1, dtype=dtype), advantages, torch.ones(4, 1), 4, settings)
+    one = torch.ones(4, 1)
+    loss, stats = losses.policy_loss(logp, torch.zeros(4, 1, dtype=dtype), advantages, one, 4, settings, one)
     # -1.2, -exp(-20), exp(20) or the dual clip, 0.8
     bound = math.exp(20) if dual_clip is None else dual_clip
     close(loss.detach(), torch.tensor((-1.2 - math.exp(-20) + bound + 0.8) / 4, dtype=dtype), 1e-6)
@@ -197,7 +198,7 @@ def test_policy_loss_of_huge_log_ratios_is_finite(dtype: torch.dtype, dual_clip:
 def test_cispo_of_huge_log_ratios_keeps_its_gradient() -> None:
     logp = f64([[1000, -1000, 1000, -1000]]).requires_grad_()
     settings = PolicyLossSettings("cispo", 0.2, 0.3)
-    loss, _ = losses.policy_loss(logp, 0 * logp, f64([[1, 1, -2, -2]]), torch.ones(1, 4), 1, settings)
+    loss, _ = losses.policy_loss(logp, 0 * logp, f64([[1, 1, -2, -2]]), torch.ones(1, 4), 1, settings, torch.ones(1, 4))
     close(loss.detach(), -1.3 * 1000 + 0.8 * 1000 + 2 * 1.3 * 1000 - 2 * 0.8 * 1000)
     close(gradient(loss, logp), [[-1.3, -0.8, 2 * 1.3, 2 * 0.8]])
 
@@ -218,7 +219,7 @@ def test_sapo_of_one_token_by_hand(ratio: float, advantage: float, loss: float, 
     log_ratio = 1000 if math.isinf(ratio) else math.log(ratio)
     logp = f64([[log_ratio]]).requires_grad_()
     settings = PolicyLossSettings("sapo", 0.2, 0.2, temperatures=(2.0, 0.5))
-    actual, stats = policy_loss(logp, f64([[0]]), f64([[advantage]]), torch.ones(1, 1), 1, settings)
+    actual, stats = policy_loss(logp, f64([[0]]), f64([[advantage]]), torch.ones(1, 1), 1, settings, torch.ones(1, 1))
     close(actual.detach(), loss)
     close(gradient(actual, logp), [[slope]])
     assert float(stats["clip_fraction"]) == 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlx.config.loading import from_tree
+from rlx.mesh import Mesh
 from rlx.rewards.completions import CompletionScorer, SourceRewards
 from rlx.training.collector import RolloutCollector, Selection, apply_length_penalty, right_share
 from rlx.training.loop import needs_more
@@ -73,7 +74,7 @@ def test_episodes_whose_environment_failed_are_no_wrong_answers() -> None:
 
 
 @pytest.mark.parametrize("by_correct", [False, True])
-def test_groups_are_alike_or_not_without_episodes_whose_environment_failed(by_correct: bool) -> None:
+def test_groups_are_alike_or_not_without_episodes_whose_environment_failed(by_correct: bool, alone: Mesh) -> None:
     def group(right: str, failed: str) -> list[ScoredCompletion]:
         rows = []
         for digit, mark in zip(right, failed, strict=True):
@@ -81,7 +82,7 @@ def test_groups_are_alike_or_not_without_episodes_whose_environment_failed(by_co
             rows.append(ScoredCompletion(replace(COMPLETIONS[0], episode=episode), float(digit), digit == "1", {}))
         return rows
 
-    selection = Selection(4, 3, filtered=True, greedy=False, by_correct=by_correct)
+    selection = Selection(4, 3, alone, filtered=True, greedy=False, by_correct=by_correct)
     groups = [group("110", "..x"), group("100", "..x"), group("100", "xxx"), group("010", "xx.")]
     for each in groups:
         selection.add(each)
@@ -90,11 +91,13 @@ def test_groups_are_alike_or_not_without_episodes_whose_environment_failed(by_co
 
 
 @pytest.mark.parametrize(("failure", "expected"), [("", [0.25, 0.25]), ("it has died", [1.0, 0.5])])
-def test_a_greedy_episode_whose_environment_failed_is_no_baseline(failure: str, expected: list[float]) -> None:
+def test_a_greedy_episode_whose_environment_failed_is_no_baseline(
+    failure: str, expected: list[float], alone: Mesh
+) -> None:
     episode = Episode(Observation(), (), failure=failure)
     rows = [ScoredCompletion(COMPLETIONS[0], score, False, {}) for score in (1.0, 0.5)]
     rows.append(ScoredCompletion(replace(COMPLETIONS[0], episode=episode), 0.25, False, {}))
-    selection = Selection(1, 2, filtered=False, greedy=True)
+    selection = Selection(1, 2, alone, filtered=False, greedy=True)
     selection.add(rows)
     assert [each.greedy_score for each in selection.take(last=True)] == expected
 
@@ -216,13 +219,13 @@ def test_completions_become_at_most_one_batch() -> None:
 
 
 @pytest.mark.parametrize(("rounds", "wanted", "expected"), [(0, 0, True), (1, 0, False), (1, 1, True), (2, 1, False)])
-def test_rounds_go_on_until_there_are_enough_groups(rounds: int, wanted: int, expected: bool) -> None:
+def test_rounds_go_on_until_there_are_enough_groups(rounds: int, wanted: int, expected: bool, alone: Mesh) -> None:
     config = from_tree({"algorithm": {"advantage": "grpo", "filter_groups": True, "filter_rounds": 2}})
     trainer: Any = SimpleNamespace(config=config)
-    selection = Selection(wanted, 2, filtered=True, greedy=False)
+    selection = Selection(wanted, 2, alone, filtered=True, greedy=False)
     selection.rounds = rounds
     assert needs_more(trainer, selection) is expected
-    plain = Selection(1, 2, filtered=False, greedy=False)
+    plain = Selection(1, 2, alone, filtered=False, greedy=False)
     plain.rounds = rounds
     assert needs_more(trainer, plain) is (rounds == 0)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlx.algorithms.dealing import balance_groups, balance_lengths, choose_minibatches, deal
+from rlx.mesh import Mesh
 from rlx.training.collector import Selection
 from rlx.training.experience import (
     Experience,
@@ -98,8 +99,8 @@ def numbers(rows: Sequence[ScoredCompletion]) -> list[int]:
     return [row.completion.prompt.id for row in rows]
 
 
-def test_without_filter_all_groups_are_trained_on() -> None:
-    selection = Selection(wanted=2, samples=2, filtered=False, greedy=False)
+def test_without_filter_all_groups_are_trained_on(alone: Mesh) -> None:
+    selection = Selection(wanted=2, samples=2, mesh=alone, filtered=False, greedy=False)
     assert selection.count_missing() == 2
     selection.add([*group(1, 0, 0), *group(2, 0, 1)])
     assert (selection.count_missing(), selection.varied, selection.tokens) == (0, 1, 8)
@@ -107,8 +108,8 @@ def test_without_filter_all_groups_are_trained_on() -> None:
     assert numbers(selection.take(last=True)) == [1, 1, 2, 2]
 
 
-def test_groups_can_be_taken_as_they_come() -> None:
-    selection = Selection(wanted=3, samples=2, filtered=False, greedy=False, immediate=True)
+def test_groups_can_be_taken_as_they_come(alone: Mesh) -> None:
+    selection = Selection(wanted=3, samples=2, mesh=alone, filtered=False, greedy=False, immediate=True)
     selection.add([*group(1, 0, 0), *group(2, 0, 1)])
     assert numbers(selection.take()) == [1, 1, 2, 2]
     assert selection.take() == []
@@ -117,8 +118,8 @@ def test_groups_can_be_taken_as_they_come() -> None:
     assert selection.take(last=True) == []
 
 
-def test_groups_of_equal_scores_are_left_out_and_others_drawn() -> None:
-    selection = Selection(wanted=2, samples=2, filtered=True, greedy=False)
+def test_groups_of_equal_scores_are_left_out_and_others_drawn(alone: Mesh) -> None:
+    selection = Selection(wanted=2, samples=2, mesh=alone, filtered=True, greedy=False)
     selection.add([*group(1, 1, 1), *group(2, 0, 1)])
     assert selection.count_missing() == 1
     selection.add([*group(3, 0.5, 0), *group(4, 1, 0)])
@@ -127,27 +128,27 @@ def test_groups_of_equal_scores_are_left_out_and_others_drawn() -> None:
     assert numbers(selection.candidates) == [1, 1, 2, 2, 3, 3, 4, 4]
 
 
-def test_groups_can_be_left_out_by_right_answers_whatever_their_scores() -> None:
+def test_groups_can_be_left_out_by_right_answers_whatever_their_scores(alone: Mesh) -> None:
     """A length penalty makes scores vary; DAPO's eq. 11 counts right answers."""
     right, wrong = [replace(row, is_correct=True) for row in group(1, 1, 0.5)], group(2, 0, -0.5)
     mixed = [row for row in group(3, 1, 0)]
-    by_score = Selection(wanted=3, samples=2, filtered=True, greedy=False)
+    by_score = Selection(wanted=3, samples=2, mesh=alone, filtered=True, greedy=False)
     by_score.add([*right, *wrong, *mixed])
     assert (by_score.count_missing(), by_score.varied) == (0, 3)
-    selection = Selection(wanted=3, samples=2, filtered=True, greedy=False, by_correct=True)
+    selection = Selection(wanted=3, samples=2, mesh=alone, filtered=True, greedy=False, by_correct=True)
     selection.add([*right, *wrong, *mixed])
     assert (selection.count_missing(), selection.varied) == (2, 3)
     assert numbers(selection.take(last=True)) == [3, 3, 1, 1, 2, 2]
 
 
-def test_what_was_left_out_fills_a_step_up() -> None:
-    selection = Selection(wanted=2, samples=2, filtered=True, greedy=False)
+def test_what_was_left_out_fills_a_step_up(alone: Mesh) -> None:
+    selection = Selection(wanted=2, samples=2, mesh=alone, filtered=True, greedy=False)
     selection.add([*group(1, 1, 1), *group(2, 0, 1), *group(3, 0, 0)])
     assert numbers(selection.take(last=True)) == [2, 2, 1, 1]
 
 
-def test_the_greedy_completion_is_kept_as_a_score_alone() -> None:
-    selection = Selection(wanted=2, samples=2, filtered=True, greedy=True)
+def test_the_greedy_completion_is_kept_as_a_score_alone(alone: Mesh) -> None:
+    selection = Selection(wanted=2, samples=2, mesh=alone, filtered=True, greedy=True)
     selection.add([*group(1, 0, 1, 0.25), *group(2, 1, 1, 0)])
     assert [row.greedy_score for row in selection.candidates] == [0.25, 0.25, 0, 0]
     assert [row.score for row in selection.candidates] == [0, 1, 1, 1]

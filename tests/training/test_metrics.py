@@ -97,7 +97,7 @@ def summarized(rank: int, ranks: int) -> tuple[dict[str, float], dict[str, float
     trainer, share = trainer_of(Mesh.of("cpu", 1)), 4 // ranks
     own = slice(rank * share, (rank + 1) * share)
     batch = experience(own)
-    selection = Selection(share // 2, 2, filtered=False, greedy=False)
+    selection = Selection(share // 2, 2, trainer.mesh, filtered=False, greedy=False)
     selection.add(scored()[own])
     selection.seconds = 1.0 + rank
     tokens = batch.mask.sum()
@@ -187,9 +187,10 @@ def of_episodes(rank: int, ranks: int) -> dict[str, float]:
         begun = Observation(retries=3 if kind is None else 0)
         episode = Episode(begun, (Turn(0, 1, 3, Observation(retries=1)),), failure=kind or "", kind=kind)
         rows.append(replace(row, completion=replace(row.completion, episode=episode)))
-    selection, here = Selection(3 // ranks, 2, filtered=False, greedy=False), slice(rank * 6 // ranks, 6)
+    trainer, here = trainer_of(Mesh.of("cpu", 1)), slice(rank * 6 // ranks, 6)
+    selection = Selection(3 // ranks, 2, trainer.mesh, filtered=False, greedy=False)
     selection.add(rows[here][: 6 // ranks])
-    return over_ranks(trainer_of(Mesh.of("cpu", 1)), metrics._of_episodes(trainer_of(Mesh.of("cpu", 1)), selection))
+    return over_ranks(trainer, metrics._of_episodes(trainer, selection))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -212,8 +213,8 @@ def of_cut_episodes(rank: int, ranks: int) -> float:
         episode = Episode(Observation(), said, failure=failure)
         return replace(row, completion=replace(row.completion, finished=finished, episode=episode))
 
-    most, selection = trainer.config.environment.max_turns, Selection(2, 2, filtered=False, greedy=False)
-    full = played(1)
+    selection = Selection(2, 2, trainer.mesh, filtered=False, greedy=False)
+    most, full = trainer.config.environment.max_turns, played(1)
     filled = replace(full.completion, token_ids=tuple(range(trainer.config.rollout.max_tokens)))
     selection.add([played(1), played(1, finished=True), played(most), played(1, failure="raised")])
     selection.add([replace(full, completion=filled)] * 4)
@@ -226,14 +227,14 @@ def test_episodes_that_are_cut_before_their_last_turn_had_no_room_for_it(on_rank
 
 def warmed_up(rank: int, ranks: int) -> dict[str, float]:
     """Those of a step that trains on all completions."""
-    selection = Selection(2, 2, filtered=False, greedy=False)
+    selection = Selection(2, 2, Mesh.of("cpu", 1), filtered=False, greedy=False)
     selection.add(scored())
     return of_critic_alone(selection)
 
 
 def filtered(rank: int, ranks: int) -> dict[str, float]:
     """Those of a step that trains on one of three groups; the second and the third are of another source."""
-    selection, rows = Selection(1, 2, filtered=True, greedy=False), scored()
+    selection, rows = Selection(1, 2, Mesh.of("cpu", 1), filtered=True, greedy=False), scored()
     second = [replace(row, completion=replace(row.completion, prompt=OF_SECOND)) for row in rows[2:]]
     selection.add([*rows[:2], *second, *second])
     selection.take(last=True)
@@ -242,7 +243,7 @@ def filtered(rank: int, ranks: int) -> dict[str, float]:
 
 def failed(rank: int, ranks: int) -> dict[str, float]:
     """Those of a step whose losses have no token: all episodes have failed."""
-    selection = Selection(2, 2, filtered=False, greedy=False)
+    selection = Selection(2, 2, Mesh.of("cpu", 1), filtered=False, greedy=False)
     selection.add(scored())
     whole = experience(slice(0, 4))
     return of_critic_alone(selection, replace(whole, trained=torch.zeros(4)))
@@ -254,7 +255,7 @@ def partly_failed(rank: int, ranks: int, failed: list[int]) -> dict[str, float]:
     rows, whole = scored(), experience(slice(0, 4))
     for i in failed:
         rows[i] = replace(rows[i], completion=replace(rows[i].completion, episode=played))
-    selection = Selection(2, 2, filtered=False, greedy=False)
+    selection = Selection(2, 2, Mesh.of("cpu", 1), filtered=False, greedy=False)
     selection.add(rows)
     counted = torch.tensor([float(i not in failed) for i in range(4)])
     batch = replace(whole, counted=counted, trained=counted, ref_logprobs=whole.logprobs - whole.mask)

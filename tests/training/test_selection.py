@@ -28,7 +28,7 @@ def group(number: int, is_varied: bool) -> list[ScoredCompletion]:
 def chosen(rank: int, ranks: int, tp: int, device: str, rounds: int) -> tuple[list[int], list[int], list[int]]:
     """How many groups were missing after each round, and the prompts of the completions taken and left out."""
     mesh = Mesh.of(device, tp)
-    selection = Selection(ROUND // mesh.dp_size, SAMPLES, filtered=True, greedy=False, mesh=mesh)
+    selection = Selection(ROUND // mesh.dp_size, SAMPLES, mesh, filtered=True, greedy=False)
     missing = []
     for number, varied in enumerate(VARIED[:rounds]):
         for prompt in range(number * ROUND + mesh.dp_rank, (number + 1) * ROUND, mesh.dp_size):

@@ -250,7 +250,7 @@ def late_or_not(rank: int, ranks: int, path: str, way: dict[str, Any], late: boo
     batch, kl_sums = loop.compute_advantages(run, batch)
     batch, stats = update.update(run, batch)
     sums: dict[str, Any] = run.sum_over_ranks(flat(stats))
-    selection = Selection(len(judged), run.config.train.samples_per_prompt, filtered=False, greedy=False)
+    selection = Selection(len(judged), run.config.train.samples_per_prompt, run.mesh, filtered=False, greedy=False)
     selection.add(judged)
     selection.seconds = 1.0
     seconds = {"time/rollout": 1.0, "time/update": 1.0, "time/step": 2.0}
