@@ -141,8 +141,8 @@ def trainer_of(config: RunConfig, device: torch.device) -> Trainer:
         kl=AdaptiveKL(config.algorithm.kl_coef, None, 1.0),
         reward_stats=RunningScores(),
         ema={},
-        scattered=made.scattered,
-        gathered=made.gathered,
+        reduced_each_pass=made.reduced_each_pass,
+        kept_unsharded=made.kept_unsharded,
     )
 
 

@@ -161,8 +161,8 @@ def exchange_objects(values: Sequence[T], mesh: Mesh) -> list[T]:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
-    """How neighbours share a row of tokens: each has its part of them, or all of them in a part of each token's heads.
+class SequenceGroup:
+    """Neighbours that share a row of tokens: each has its part of them, or all of them in a part of each token's heads.
 
     Source: Jacobs et al. 2023 (DeepSpeed-Ulysses, arXiv 2309.14509). All calls but `share` are collective calls of the
     neighbours, and have gradients. That of `gather` is the sum over neighbours. All of them compute the same loss, so
@@ -174,7 +174,7 @@ class Sharing:
     rank: int = 0  # of this process among the neighbours
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> Sharing:
+    def of(cls, mesh: DeviceMesh) -> SequenceGroup:
         """Over the processes of a mesh of one dimension."""
         return cls(mesh.get_group(), mesh.size(), mesh.get_local_rank())
 
@@ -220,7 +220,7 @@ class Sharing:
         return exchanged.transpose(0, 1).flatten(1, 2)
 
 
-UNSHARED = Sharing(None)
+UNSHARED = SequenceGroup(None)
 """a process that has all tokens of its rows"""
 
 

@@ -2,8 +2,8 @@
 
 `policy` has the networks, `logprobs` the log-probabilities of tokens, `packing` rows without padding; `loading` reads
 Hugging Face folders and `folder` looks at their files, `lora` adds adapters, `fsdp` and `tensor_parallel` spread them
-over processes, which may share packed rows, too (`rlx.mesh.Sharing`); `tiny` makes the small model that rlx starts
-from by default.
+over processes, which may share packed rows, too (`rlx.mesh.SequenceGroup`); `tiny` makes the small model that rlx
+starts from by default.
 Left out: optimizers and losses (training, algorithms), generation (rollout).
 
 Imports of rlx: config, mesh, types.

@@ -23,7 +23,7 @@ class EngineScorer:
     """A `LogitScorer` for the response tokens of one batch, as engines with sampling options score them.
 
     It takes logits chunk by chunk, in the order of the tokens, once. Where neighbours share a row, these are a
-    neighbour's part of the tokens (see `Sharing.share`).
+    neighbour's part of the tokens (see `SequenceGroup.share`).
     """
 
     tokens: ResponseTokens

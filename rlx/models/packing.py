@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlx.config.errors import ConfigError
-from rlx.mesh import UNSHARED, Sharing
+from rlx.mesh import UNSHARED, SequenceGroup
 
 ATTENTION = "rlx_packed"
 """the name by which transformers knows `attention`"""
@@ -43,7 +43,7 @@ class Packing(NamedTuple):
     key_index: Tensor | None  # [K] int64, the place in the row of each key; None: the keys are those of the row
     longest_queries: int  # at least as many as any segment has; a power of two, so that compiled layers see few of them
     longest_keys: int
-    sharing: Sharing = UNSHARED  # how neighbours share the tokens while a model runs
+    sequence_group: SequenceGroup = UNSHARED  # how neighbours share the tokens while a model runs
 
     def to(self, device: torch.device) -> Packing:
         """The same on another device."""
@@ -95,7 +95,7 @@ def pack_row(
 
 
 def same_prompts(ids: Tensor, prompts: Tensor, groups: Tensor) -> Tensor:
-    """`[B]` int64, equal for neighbours of one group whose prompts are the same tokens.
+    """`[B]` int64, equal for adjacent rows of one group whose prompts are the same tokens.
 
     Args:
         ids: `[B, L]` int64, prompt then response then padding.
@@ -170,12 +170,12 @@ def attention(
     """
     if packing is None:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling, **others)  # type: ignore[no-any-return]
-    sharing, tokens = packing.sharing, packing.ids.shape[1]
-    query, key, value = (sharing.to_heads(states[0].transpose(0, 1), tokens) for states in (query, key, value))
+    group, tokens = packing.sequence_group, packing.ids.shape[1]
+    query, key, value = (group.to_heads(states[0].transpose(0, 1), tokens) for states in (query, key, value))
     if packing.key_index is not None:
         key, value = key[packing.key_index], value[packing.key_index]
     attend = _on_gpu if query.is_cuda else _by_segments
-    return sharing.to_tokens(attend(query, key, value, packing, scaling))[None], None
+    return group.to_tokens(attend(query, key, value, packing, scaling))[None], None
 
 
 # Before torch 2.12 the kernel takes fewer heads of keys than of queries without being told.
@@ -280,13 +280,13 @@ def _trial(lm: Any, packed: bool) -> Tensor:
     return hidden_states(lm.base_model, row)
 
 
-def hidden_states(backbone: nn.Module, packing: Packing, sharing: Sharing = UNSHARED) -> Tensor:
+def hidden_states(backbone: nn.Module, packing: Packing, group: SequenceGroup = UNSHARED) -> Tensor:
     """`[N, H]` last hidden states at the places before the response tokens.
 
     Args:
-        sharing: each neighbour runs the backbone on its share of the row, and gets those of its share of the N.
+        group: each neighbour runs the backbone on its share of the row, and gets those of its share of the N.
     """
-    ids, positions = (sharing.share(values[0])[None] for values in (packing.ids, packing.positions))
-    shared = packing._replace(sharing=sharing)
+    ids, positions = (group.share(values[0])[None] for values in (packing.ids, packing.positions))
+    shared = packing._replace(sequence_group=group)
     states = backbone(input_ids=ids, position_ids=positions, packing=shared, use_cache=False).last_hidden_state[0]
-    return sharing.gather(states, packing.ids.shape[1]).index_select(0, sharing.share(packing.before))
+    return group.gather(states, packing.ids.shape[1]).index_select(0, group.share(packing.before))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rlx.mesh import UNSHARED, Sharing
+from rlx.mesh import UNSHARED, SequenceGroup
 from rlx.models.logprobs import STORED_LOGITS, LogitScorer, score_logits, token_logprobs
 from rlx.models.packing import Packing, hidden_states, pack_row
 
@@ -50,16 +50,16 @@ class ResponseTokens(NamedTuple):
         """`[N]` token ids."""
         return self.ids.flatten()[self.before + 1]
 
-    def hidden(self, backbone: nn.Module, sharing: Sharing = UNSHARED) -> Tensor:
+    def hidden(self, backbone: nn.Module, group: SequenceGroup = UNSHARED) -> Tensor:
         """`[N, H]` last hidden states at the position before each token; with neighbours before each of their share."""
         if self.packing:
-            return hidden_states(backbone, self.packing, sharing)
+            return hidden_states(backbone, self.packing, group)
         states = backbone(input_ids=self.ids, use_cache=False).last_hidden_state
-        return states.flatten(0, 1).index_select(0, sharing.share(self.before))
+        return states.flatten(0, 1).index_select(0, group.share(self.before))
 
-    def grid(self, flat: Tensor, sharing: Sharing = UNSHARED) -> Tensor:
+    def grid(self, flat: Tensor, group: SequenceGroup = UNSHARED) -> Tensor:
         """Spreads one number per token, `[N]` or a neighbour's share, over `[B, T]`; zero where there is no token."""
-        whole = sharing.gather(flat, len(self.before))
+        whole = group.gather(flat, len(self.before))
         return whole.new_zeros(self.mask.shape).index_put(self.token_index, whole)
 
 
@@ -71,12 +71,12 @@ class Sequences(NamedTuple):
 
     ids: Tensor  # [S, L] int64, what is read then what is scored then padding
     prompts: Tensor  # [S] int64, how much is read before the first token that is scored
-    sharing: Tensor  # [S] int64, equal for neighbours with the same prompt
+    prompt_numbers: Tensor  # [S] int64, equal for adjacent sequences with the same prompt
     number: Tensor  # [N] int64, the sequence of each scored token
     column: Tensor  # [N] int64, its place after the prompt of that sequence
 
     @classmethod
-    def of(cls, ids: Tensor, prompts: Tensor, mask: Tensor, contexts: Tensor, sharing: Tensor) -> Sequences:
+    def of(cls, ids: Tensor, prompts: Tensor, mask: Tensor, contexts: Tensor, prompt_numbers: Tensor) -> Sequences:
         """Cuts episodes. Waits for a GPU.
 
         Args:
@@ -84,7 +84,7 @@ class Sequences(NamedTuple):
             prompts: `[B]` int64, lengths of the prompts.
             mask: `[B, T]`, 1 on tokens that are scored.
             contexts: `[B, T]` int64, the number of the context of each token of the response; 0 extends the prompt.
-            sharing: `[B]` int64, equal for neighbours with the same prompt.
+            prompt_numbers: `[B]` int64, equal for adjacent rows with the same prompt.
         """
         rows, columns = mask.nonzero(as_tuple=True)
         context = contexts[rows, columns]
@@ -93,7 +93,7 @@ class Sequences(NamedTuple):
         number = begins.cumsum(0) - 1
         firsts = zip(rows[begins].tolist(), columns[begins].tolist(), context[begins].tolist(), strict=True)
         lasts = columns[torch.cat([begins[1:], begins.new_ones(1)])].tolist()
-        lengths, shared, parts = prompts.tolist(), sharing.tolist(), list[Tensor]()
+        lengths, shared, parts = prompts.tolist(), prompt_numbers.tolist(), list[Tensor]()
         read, share, at = list[int](), list[int](), list[int]()
         for (row, first, kind), last in zip(firsts, lasts, strict=True):
             begin = lengths[row] + int((contexts[row] == kind).int().argmax()) if kind else 0
@@ -113,7 +113,7 @@ class Sequences(NamedTuple):
         if not packed:
             return tokens
         lengths = self.column.new_zeros(len(self.prompts)).scatter_reduce(0, self.number, self.column + 1, "amax")
-        row = pack_row(self.ids, self.prompts, lengths, self.sharing, (self.number, self.column))
+        row = pack_row(self.ids, self.prompts, lengths, self.prompt_numbers, (self.number, self.column))
         return tokens._replace(packing=row)
 
 
@@ -160,7 +160,7 @@ class Policy(nn.Module):
         self.engine_scorer: LogitScorer | None = None  # while it is set, tokens are scored as engines draw them
         self.packs = False  # whether its layers take packed rows, see `packing.enable`
         self.stored_logits = STORED_LOGITS  # see `token_logprobs`; 0 where memory matters more than time
-        self.sharing = UNSHARED  # how neighbours share packed rows, and the tokens to score
+        self.sequence_group = UNSHARED  # how neighbours share packed rows, and the tokens to score
 
     def forward(self, tokens: ResponseTokens, temperature: float, entropy: bool = False) -> PolicyOutput:
         """Scores the response tokens.
@@ -171,17 +171,17 @@ class Policy(nn.Module):
             entropy: also compute the entropy of the distribution of each token.
         """
         lm: Any = self.lm
-        hidden, head = tokens.hidden(lm.base_model, self.sharing), lm.get_output_embeddings()
-        targets = self.sharing.share(tokens.targets)
+        hidden, head = tokens.hidden(lm.base_model, self.sequence_group), lm.get_output_embeddings()
+        targets = self.sequence_group.share(tokens.targets)
         scorer, is_usual = self.engine_scorer or self.logit_scorer, self.engine_scorer is None
         logprobs, entropies = token_logprobs(
             head, hidden, targets, temperature, entropy, scorer, self.stored_logits, is_usual
         )
         values = None if self.value_head is None else self.value_head(hidden).squeeze(-1).float()
         return PolicyOutput(
-            tokens.grid(logprobs, self.sharing),
-            None if entropies is None else tokens.grid(entropies, self.sharing),
-            None if values is None else tokens.grid(values, self.sharing),
+            tokens.grid(logprobs, self.sequence_group),
+            None if entropies is None else tokens.grid(entropies, self.sequence_group),
+            None if values is None else tokens.grid(values, self.sequence_group),
         )
 
 
@@ -192,9 +192,9 @@ class Critic(nn.Module):
         super().__init__()
         self.backbone = backbone
         self.value_head = value_head
-        self.sharing = UNSHARED  # see `Policy`
+        self.sequence_group = UNSHARED  # see `Policy`
 
     def forward(self, tokens: ResponseTokens) -> Tensor:
         """Values `[B, T]`: column t is the value before token t of the response is sampled; zero where padded."""
-        hidden = tokens.hidden(self.backbone, self.sharing)
-        return tokens.grid(self.value_head(hidden).squeeze(-1).float(), self.sharing)
+        hidden = tokens.hidden(self.backbone, self.sequence_group)
+        return tokens.grid(self.value_head(hidden).squeeze(-1).float(), self.sequence_group)

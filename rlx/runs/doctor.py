@@ -131,7 +131,7 @@ def altered_logprobs(trainer: Trainer, collector: RolloutCollector, batch: Logpr
     policy: Any = trainer.policy
     for part in trainer.micro_batches([batch])[0]:
         assert part.inputs
-        first = policy.sharing.rank * policy.sharing.length(len(part.inputs.before))
+        first = policy.sequence_group.rank * policy.sequence_group.length(len(part.inputs.before))
         policy.engine_scorer = EngineScorer(part.inputs, part.prompt_lengths, sampling, bad, first)
         scored = policy(part.inputs, sampling.temperature).logprobs
         logprobs[part.row, : scored.shape[1]] = scored

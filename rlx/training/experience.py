@@ -73,17 +73,17 @@ class RolloutBatch:
     def response_tokens(self, packed: bool = False) -> ResponseTokens:
         """What the models take to score the responses. Waits for a GPU."""
         if self.contexts is not None and self.contexts.any():
-            sequences = Sequences.of(self.ids, self.prompt_lengths, self.mask, self.contexts, self.sharing)
+            sequences = Sequences.of(self.ids, self.prompt_lengths, self.mask, self.contexts, self.prompt_numbers)
             return sequences.response_tokens(self.mask, packed)
         tokens = ResponseTokens.of(self.ids, self.prompt_lengths, self.mask)
         if not packed:
             return tokens
-        row = pack_row(self.ids, self.prompt_lengths, self.response_lengths, self.sharing, tokens.token_index)
+        row = pack_row(self.ids, self.prompt_lengths, self.response_lengths, self.prompt_numbers, tokens.token_index)
         return tokens._replace(packing=row)
 
     @property
-    def sharing(self) -> Tensor:
-        """`[B]` int64, equal for neighbours with the same prompt; an environment may begin differently in a group."""
+    def prompt_numbers(self) -> Tensor:
+        """`[B]` int64, equal for adjacent rows with the same prompt; in a group, environments may begin differently."""
         if self.contexts is None:
             return self.groups
         return same_prompts(self.ids, self.prompt_lengths, self.groups)
@@ -281,7 +281,7 @@ class _Rows:
                 lengths, contexts = each.amax(1).tolist(), (each > 0).sum(1).tolist()
             order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
             return cls(order, [lengths[i] for i in order], None, [contexts[i] for i in order])
-        groups, prompts = batch.sharing.tolist(), batch.prompt_lengths.tolist()
+        groups, prompts = batch.prompt_numbers.tolist(), batch.prompt_lengths.tolist()
         saved = [prompts[i] * (i > 0 and groups[i] == groups[i - 1]) for i in range(len(lengths))]
         return cls(list(range(len(lengths))), lengths, saved, contexts)
 
@@ -343,7 +343,7 @@ def deal_minibatches(batch: B, count: int, mesh: Mesh, seeds: Sequence[int] | No
     outgoing, incoming = owners[mesh.dp_rank], owners == mesh.dp_rank
     dealt = _exchanged(pad_to(batch, length, width), outgoing, incoming.sum(1), mesh)
     order = torch.arange(len(dealt.row))
-    if packed:  # those of a group are neighbours again, wherever they come from: only neighbours share a prompt
+    if packed:  # those of a group are adjacent again, wherever they come from: only adjacent rows share a prompt
         order = groups[incoming].argsort(stable=True)
     return _in_order(dealt, order[chosen[incoming][order].argsort(stable=True)])
 

@@ -64,8 +64,8 @@ class Trainer:
     reward_stats: RunningScores
     ema: dict[str, Tensor]  # average of the policy's weights, by name; empty if none is kept
     supervised: SupervisedRows | None = None
-    scattered: frozenset[str] = frozenset()  # models whose gradients are reduced in each backward pass
-    gathered: frozenset[str] = frozenset()  # models whose weights stay gathered until an optimizer step
+    reduced_each_pass: frozenset[str] = frozenset()  # models whose gradients are reduced in each backward pass
+    kept_unsharded: frozenset[str] = frozenset()  # models whose weights stay gathered until an optimizer step
     replay: Replay | None = None  # None: all steps that are left, for the first time
     step: int = 0  # PPO steps done; also the version of the weights
     tokens: int = 0  # response tokens generated so far, by all ranks
@@ -131,13 +131,13 @@ class Trainer:
     def set_gradient_sync(self, last: bool) -> None:
         """Tells FSDP whether the next backward pass is the last one before an optimizer step.
 
-        Only the last pass reduces gradients over ranks; for a `scattered` model each pass does. The weights of a
-        `gathered` model are gathered (and cast) once for all passes.
+        Only the last pass reduces gradients over ranks; for a model that is `reduced_each_pass` each one does. The
+        weights of a model that is `kept_unsharded` are gathered (and cast) once for all passes.
         """
         for name, each in self.models.items():
             model = cast(FSDPModule, each.model)
-            model.set_requires_gradient_sync(last or name in self.scattered)
-            model.set_reshard_after_backward(last or name not in self.gathered)
+            model.set_requires_gradient_sync(last or name in self.reduced_each_pass)
+            model.set_reshard_after_backward(last or name not in self.kept_unsharded)
 
     def update_ema(self) -> None:
         """Moves the average of the policy's weights towards them, after an optimizer step."""

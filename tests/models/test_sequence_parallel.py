@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig
 
 from rlx.config.errors import ConfigError
-from rlx.mesh import Mesh, Sharing
+from rlx.mesh import Mesh, SequenceGroup
 from rlx.models import fsdp, logprobs, packing
 from rlx.models.policy import ResponseTokens
 from rlx.runs import preflight
@@ -26,11 +26,11 @@ from rlx.training.setup.models import build_models
 
 def exchanged(rank: int, ranks: int, tokens: int, heads: int) -> list[Tensor]:
     """A row's states `[P, heads, 3]`: its tokens, all tokens in its heads, its tokens again, all tokens."""
-    sharing = Sharing.of(Mesh.of("cpu", 1, ranks).mesh["sequence"])
+    group = SequenceGroup.of(Mesh.of("cpu", 1, ranks).mesh["sequence"])
     whole = torch.arange(tokens * heads * 3.0).view(tokens, heads, 3)
-    own = sharing.share(whole)
-    in_heads = sharing.to_heads(own, tokens)
-    return [own, in_heads, sharing.to_tokens(in_heads), sharing.gather(own, tokens)]
+    own = group.share(whole)
+    in_heads = group.to_heads(own, tokens)
+    return [own, in_heads, group.to_tokens(in_heads), group.gather(own, tokens)]
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ def test_a_batch_of_episodes_by_hand() -> None:
     cut = [ScoredCompletion(replace(each, finished=False), 1.0, True, {}) for each in (one, failed)]
     masked = experience.build_batch(cut, PAD, mask_truncated=True)
     assert (masked.trained.tolist(), masked.counted.tolist()) == ([0, 0], [1, 0])  # of both, one is compared
-    assert batch.sharing.tolist() == [0, 0, 0]
+    assert batch.prompt_numbers.tolist() == [0, 0, 0]
     assert batch.response_lengths.tolist() == [4, 5, 5]
     tokens = batch.response_tokens()
     # The second context of each later episode is read alone: 41 42 43, then 25.
@@ -175,10 +175,10 @@ def test_a_new_context_is_scored_as_if_nothing_had_been_before(tiny_model: Path)
 def test_sequences_of_episodes_without_a_break_are_those_of_responses() -> None:
     batch = experience.build_batch([ScoredCompletion(each, 1.0, True, {}) for each in episodes(False)], PAD)
     assert batch.contexts is not None
-    cut = Sequences.of(batch.ids, batch.prompt_lengths, batch.mask, batch.contexts, batch.sharing)
+    cut = Sequences.of(batch.ids, batch.prompt_lengths, batch.mask, batch.contexts, batch.prompt_numbers)
     plain, own = batch.response_tokens(), cut.response_tokens(batch.mask, packed=False)
     assert torch.equal(plain.targets, own.targets) and torch.equal(plain.ids, own.ids)
-    assert batch.sharing.tolist() == [0, 1, 2, 2, 3, 3, 4, 5, 6, 6, 7, 7, 8, 9, 10, 10]
+    assert batch.prompt_numbers.tolist() == [0, 1, 2, 2, 3, 3, 4, 5, 6, 6, 7, 7, 8, 9, 10, 10]
 
 
 def test_padded_contexts_of_episodes_stay_within_the_budget() -> None:

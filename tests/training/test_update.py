@@ -160,7 +160,7 @@ def trainer_of(path: str, way: dict[str, Any], micro_batch_tokens: int, device: 
         reward_stats=RunningScores(),
         ema=trainer.initial_ema(config.train, parts["policy"].model),
         supervised=answers,
-        gathered=made.gathered,
+        kept_unsharded=made.kept_unsharded,
     )
 
 
@@ -352,12 +352,12 @@ def test_an_update_does_not_depend_on_the_number_of_ranks(
             torch.testing.assert_close(found, expected, atol=3e-6, rtol=1e-5, msg=lambda m, w=where: f"{w}: {m}")
 
 
-def scattered(rank: int, ranks: int, path: str) -> list[tuple[list[bool], dict[str, Tensor]]]:
+def reduced_each_pass(rank: int, ranks: int, path: str) -> list[tuple[list[bool], dict[str, Tensor]]]:
     """Whether a first micro-batch leaves gradients in shards, and the weights after both, without and with."""
     found = []
     for run in (trainer_of(path, {"train.num_minibatches": 1}, 60) for _ in range(2)):
-        run.scattered = frozenset({"policy", "critic"} if found else ())
-        run.gathered = frozenset()  # so that parameters are shards between passes
+        run.reduced_each_pass = frozenset({"policy", "critic"} if found else ())
+        run.kept_unsharded = frozenset()  # so that parameters are shards between passes
         own = [c for c in completions() if c.prompt.id % ranks == rank]
         start = experience.build_batch([ScoredCompletion(c, float(c.prompt.id + c.sample), True, {}) for c in own], PAD)
         batch, _ = loop.compute_advantages(run, loop.compute_logprobs(run, start))
@@ -375,20 +375,20 @@ def scattered(rank: int, ranks: int, path: str) -> list[tuple[list[bool], dict[s
 
 @pytest.mark.slow
 def test_gradients_that_a_rank_never_has_in_full_are_the_same(on_ranks: OnRanks, tiny_model: Path) -> None:
-    for (whole, expected), (reduced, weights) in on_ranks(2, scattered, str(tiny_model)):
+    for (whole, expected), (reduced, weights) in on_ranks(2, reduced_each_pass, str(tiny_model)):
         assert not any(whole)
         assert all(reduced)
         torch.testing.assert_close(weights, expected, atol=3e-6, rtol=1e-5)
 
 
-def test_gradients_are_scattered_where_they_would_fill_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_reduced_in_each_pass_where_they_would_fill_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = (ModelAndOptimizer(torch.nn.Linear(10, size, bias=False), None) for size in (10, 11))
     monkeypatch.setattr(models, "spare_numbers", lambda scaling: 100)
     alone = {"use_gpu": True}
     two = alone | {"num_workers": 2}
     for scaling, expected in ((two, {"large"}), (alone, set()), ({"num_workers": 2}, set())):
         config = loading.from_tree({"scaling": scaling})
-        assert models.scattered_models(config.scaling, 1, {"small": small, "large": large}) == expected
+        assert models.reduced_each_pass(config.scaling, 1, {"small": small, "large": large}) == expected
 
 
 def test_weights_stay_gathered_where_they_are_a_small_part_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,9 +403,9 @@ def test_weights_stay_gathered_where_they_are_a_small_part_of_a_gpu(monkeypatch:
     ):
         config = loading.from_tree({"scaling": scaling, "model": {"dtype": "bfloat16"}})
         modules = {"policy": small, "reference": reference}
-        assert models.gathered_models(config.scaling, 1, config.model, modules) == expected
+        assert models.kept_unsharded(config.scaling, 1, config.model, modules) == expected
     config = loading.from_tree({"scaling": two, "model": {"dtype": "bfloat16", "offload": ["critic"]}})
-    assert models.gathered_models(config.scaling, 1, config.model, {"policy": small, "critic": large}) == {"policy"}
+    assert models.kept_unsharded(config.scaling, 1, config.model, {"policy": small, "critic": large}) == {"policy"}
 
 
 def kept(rank: int, ranks: int, path: str) -> list[tuple[list[bool], dict[str, Tensor]]]:
@@ -414,7 +414,7 @@ def kept(rank: int, ranks: int, path: str) -> list[tuple[list[bool], dict[str, T
     with pytest.MonkeyPatch.context() as patch:
         for keeps in (False, True):
             names = frozenset({"policy", "critic", "reference"} if keeps else ())
-            patch.setattr(models, "gathered_models", lambda *_, names=names: names)
+            patch.setattr(models, "kept_unsharded", lambda *_, names=names: names)
             run = trainer_of(path, {"train.num_minibatches": 1}, 60)
             own = [c for c in completions() if c.prompt.id % ranks == rank]
             start = experience.build_batch([ScoredCompletion(c, float(c.prompt.id), True, {}) for c in own], PAD)

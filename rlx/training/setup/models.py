@@ -18,7 +18,7 @@ from rlx.config.run import RunConfig
 from rlx.config.sections.model import ModelConfig
 from rlx.config.sections.scaling import ScalingConfig
 from rlx.data import prompts
-from rlx.mesh import DATA, SEQUENCE, TENSOR, Sharing
+from rlx.mesh import DATA, SEQUENCE, TENSOR, SequenceGroup
 from rlx.models import fsdp, loading, logprobs, lora, packing, tensor_parallel
 from rlx.models.policy import Critic, Policy
 from rlx.storage.checkpoint_files import ModelAndOptimizer
@@ -31,8 +31,8 @@ class Models:
 
     trained: dict[str, ModelAndOptimizer]  # "policy", and "critic" if it is a model of its own
     reference: Any  # frozen; None unless it is a model of its own
-    scattered: frozenset[str]  # the models whose gradients are reduced in each backward pass
-    gathered: frozenset[str]  # the models whose weights stay gathered until an optimizer step
+    reduced_each_pass: frozenset[str]  # the models whose gradients are reduced in each backward pass
+    kept_unsharded: frozenset[str]  # the models whose weights stay gathered until an optimizer step
 
 
 def build_models(config: RunConfig, path: str, device_mesh: Any) -> Models:
@@ -52,11 +52,11 @@ def build_models(config: RunConfig, path: str, device_mesh: Any) -> Models:
     modules: dict[str, Any] = {name: each.model for name, each in trained.items()}
     if config.resolved_reference == "copy":  # loaded last: by then the others are cut
         modules["reference"] = shard.sharded("reference", teacher.get("reference") or load.copy())
-    gathered = gathered_models(config.scaling, config.parallel.tp, config.model, modules)
-    for name in gathered:  # `Trainer.reshard`, or the last backward pass before an optimizer step, frees these weights
+    kept = kept_unsharded(config.scaling, config.parallel.tp, config.model, modules)
+    for name in kept:  # `Trainer.reshard`, or the last backward pass before an optimizer step, frees these weights
         modules[name].set_reshard_after_forward(False)
-    scattered = scattered_models(config.scaling, config.parallel.tp, trained)
-    return Models(trained, modules.get("reference"), scattered, gathered)
+    reduced = reduced_each_pass(config.scaling, config.parallel.tp, trained)
+    return Models(trained, modules.get("reference"), reduced, kept)
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class _Sharder:
             tensor_parallel.split_layers(part, device_mesh[TENSOR])
             device_mesh = device_mesh[DATA]
         if self.config.parallel.sp > 1:
-            part.sharing = Sharing.of(device_mesh[SEQUENCE])
+            part.sequence_group = SequenceGroup.of(device_mesh[SEQUENCE])
             device_mesh = init_device_mesh(device_mesh.device_type, (device_mesh.size(),))  # FSDP cuts over all ranks
         dtype = getattr(torch, model.dtype)
         return fsdp.shard(part, device_mesh, dtype, offload=name in model.offload)
@@ -184,7 +184,7 @@ def adapters_of(model: ModelConfig, seed: int) -> lora.Adapters | None:
 # --- what may stay in a GPU's memory
 
 
-def scattered_models(scaling: ScalingConfig, tp: int, models: Mapping[str, ModelAndOptimizer]) -> frozenset[str]:
+def reduced_each_pass(scaling: ScalingConfig, tp: int, models: Mapping[str, ModelAndOptimizer]) -> frozenset[str]:
     """The models whose gradients are reduced in each backward pass, so that no rank ever holds all of them.
 
     These are the models whose full float32 gradients would take more than a sixteenth of a worker's GPU memory while
@@ -197,9 +197,7 @@ def scattered_models(scaling: ScalingConfig, tp: int, models: Mapping[str, Model
     return frozenset(name for name, size in sizes.items() if size // tp > limit)
 
 
-def gathered_models(
-    scaling: ScalingConfig, tp: int, settings: ModelConfig, models: Mapping[str, Any]
-) -> frozenset[str]:
+def kept_unsharded(scaling: ScalingConfig, tp: int, settings: ModelConfig, models: Mapping[str, Any]) -> frozenset[str]:
     """The models whose weights stay gathered from the first pass to the last one before an optimizer step.
 
     All that are not offloaded do, if together they take at most a sixteenth of a worker's GPU memory, or if no other

@@ -50,8 +50,8 @@ def build_rank(inputs: TrainingInputs) -> tuple[Trainer, RolloutCollector, Check
         reward_stats=RunningScores(),
         ema=initial_ema(config.train, made.trained["policy"].model),
         supervised=supervised_rows(inputs, mesh, tokenizer),
-        scattered=made.scattered,
-        gathered=made.gathered,
+        reduced_each_pass=made.reduced_each_pass,
+        kept_unsharded=made.kept_unsharded,
         replay=inputs.replay,
     )
     collector = build_collector(inputs, trainer, tokenizer)
