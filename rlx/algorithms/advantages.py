@@ -24,8 +24,7 @@ def token_rewards(
 ) -> Tensor:
     """Reward of each token: -kl_coef * kl, plus the score `[B]` of the response on its last token.
 
-    With the rewards of turns, `[B, T]` on the tokens that end them, these are where they were given; what the score is
-    beyond their sum is on the last token.
+    Turn rewards, `[B, T]`, stay on the last token of their turn; the rest of the score goes on the last token.
 
     Zero where the mask is 0. A row without response tokens is all zero: its score is dropped.
     Source: Ziegler et al. 2019 (arXiv 1909.08593) eq. 2, KL spread over tokens.

@@ -58,9 +58,10 @@ def balance_lengths(lengths: Tensor, chosen: Tensor) -> Tensor:
 
 
 def balance_groups(responses: Tensor, groups: Tensor, chosen: Tensor) -> Tensor | None:
-    """The same for whole groups, numbered from 0 in `groups` `[R, B]`, by the sum of their `responses` `[R, B]`.
+    """The replica of each completion, `[R, B]`, where groups, numbered from 0 in `groups` `[R, B]`, stay whole.
 
-    None: they cannot be dealt so that each replica has as many completions of each mini-batch.
+    They are dealt by the sum of their `responses` `[R, B]`. None: they cannot be dealt so that each replica has as many
+    completions of each mini-batch.
     """
     names, index = (chosen * (groups.max() + 1) + groups).unique(return_inverse=True)
     minibatch = names // (groups.max() + 1)

@@ -2,7 +2,7 @@
 
 The doctor compares engines with it. Training does not use it: it compares engines with softmax(logits / temperature),
 and corrects the difference by importance weights. Order of the steps and meaning of the options: vLLM 0.24 and 0.32,
-v1/sample/sampler.py. V is the vocabulary.
+v1/sample/sampler.py. V is the vocabulary. Left out: the logits themselves (policy).
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def is_model_folder(path: str, setting: str) -> bool:
 
 
 def _of_training(folder: Path) -> str:
-    """What a folder of rlx's own is that has no model, and how a model is made of it; empty if it is another one."""
+    """The message that a folder of rlx's own has no model, and how one is made of it; empty for other folders."""
     named = folder if len(folder.parts) > 1 else f"./{folder}"  # a lone name would be that of a run
     for file, kind in ((_CHECKPOINT_FILE, "a checkpoint of training"), (_RUN_FILE, "a run")):
         if (folder / file).is_file():
@@ -211,7 +211,7 @@ def check_same_tokens(path: str, other: str, setting: str) -> None:
 
 
 def _numbered_tokens(file: Path, setting: str) -> list[Any]:
-    """What of a tokenizer.json says which number each token has."""
+    """The parts of a tokenizer.json that say which number each token has."""
     _check_json(file, setting)
     content = json.loads(file.read_bytes())
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):

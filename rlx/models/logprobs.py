@@ -79,7 +79,7 @@ class InPlaceScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_logprobs: Tensor | None, of_entropies: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """From the gradients in both results, `[N]`, that in the logits, `[N, V]`."""
+        """The gradient in the logits, `[N, V]`, from those in both results, `[N]`."""
         if torch.is_grad_enabled():
             raise RuntimeError("InPlaceScores has no gradients of gradients: create_graph=True is not supported")
         logits, targets, scores = ctx.saved_tensors

@@ -46,7 +46,7 @@ class Packing(NamedTuple):
     sequence_group: SequenceGroup = UNSHARED  # how neighbours share the tokens while a model runs
 
     def to(self, device: torch.device) -> Packing:
-        """The same on another device."""
+        """The row on another device."""
         moved: dict[str, Any] = {
             name: value.to(device) for name, value in self._asdict().items() if isinstance(value, Tensor)
         }
@@ -191,7 +191,7 @@ def _on_gpu(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling
 
 
 def _by_segments(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
-    """The same for any device, one segment after the other; slow."""
+    """The attention of `_on_gpu` on any device, one segment after the other; slow."""
     out = []
     for (q, end), (k, last) in zip(_spans(packing.queries), _spans(packing.keys), strict=True):
         mask = torch.ones(end - q, last - k, dtype=torch.bool, device=query.device).tril(last - k - (end - q))

@@ -30,12 +30,12 @@ class ResponseTokens(NamedTuple):
 
     @classmethod
     def of(cls, ids: Tensor, prompt_lengths: Tensor, mask: Tensor) -> ResponseTokens:
-        """Of padded completions: `ids` [B, L], `prompt_lengths` [B] int64, `mask` [B, T]. Waits for a GPU."""
+        """Tokens of padded completions: `ids` [B, L], `prompt_lengths` [B] int64, `mask` [B, T]. Waits for a GPU."""
         rows, columns = mask.nonzero(as_tuple=True)
         return cls(ids, mask, (rows, columns), rows * ids.shape[1] + prompt_lengths[rows] - 1 + columns)
 
     def to(self, device: torch.device) -> ResponseTokens:
-        """The same on another device."""
+        """The tokens on another device."""
         rows, columns = self.token_index
         return ResponseTokens(
             self.ids.to(device),

@@ -180,7 +180,7 @@ def _is_of_nothing(metric: Metric, states: Mapping[int, Tensor]) -> bool:
 
 
 def reduced_states(trainer: Trainer, metrics: Iterable[Metric]) -> dict[int, Tensor]:
-    """By id of each state of the metrics, of any shape: its sum or maximum over ranks, on the CPU.
+    """The sum or maximum over ranks of each state of the metrics, by the id of the state; of any shape, on the CPU.
 
     torchmetrics by itself makes two or three calls for each state. Here all sums travel in one call and all maxima in
     another, so a step can afford dozens of metrics.

@@ -1,7 +1,7 @@
 """The state of training in checkpoints: what is saved when, and how a run continues from what was saved.
 
 The writer (rlx.storage.checkpoint_writer) knows files and ranks; this module knows which state there is. `_manifest`
-and `_load` are the two sides of it.
+and `_load` are the two sides of it. Left out: which checkpoints stay (rlx.storage.checkpoint_catalog).
 """
 
 from __future__ import annotations

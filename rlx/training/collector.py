@@ -135,7 +135,7 @@ class Selection:
         return [next(arrived[number % self.replicas]) for number in chosen[self.replica :: self.replicas]]
 
     def _alike_of_all(self) -> list[bool]:
-        """Of the groups of all replicas, by round and prompt, whether each is left out while there are others."""
+        """Whether each group of all replicas, by round and prompt, is left out while there are others."""
         own = torch.tensor(self._alike, dtype=torch.float32, device=self.mesh.mesh.device_type)
         return [bool(each) for each in in_turns(own, self.mesh).tolist()]
 
@@ -255,7 +255,7 @@ def right_share(group: Sequence[ScoredCompletion]) -> float:
 def apply_length_penalty(
     scored: Sequence[ScoredCompletion], algorithm: AlgorithmConfig, max_tokens: int
 ) -> list[ScoredCompletion]:
-    """The same with the soft overlong penalty and the penalty for truncated responses subtracted from each score.
+    """The completions with the soft overlong penalty and that for truncated responses subtracted from each score.
 
     The environment's tokens count as well, and those that a new context reads again: `max_tokens` limits them all.
     """

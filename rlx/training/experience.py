@@ -26,7 +26,7 @@ from rlx.models.packing import pack_row, same_prompts
 from rlx.models.policy import ResponseTokens, Sequences, sequence_lengths
 from rlx.types import Completion, ScoredCompletion
 
-B = TypeVar("B", bound="RolloutBatch")
+AnyBatch = TypeVar("AnyBatch", bound="RolloutBatch")
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,12 @@ class RolloutBatch:
         return replace(self, **(selected | grids | {"ids": selected["ids"][:, :length]}), inputs=None)
 
     def to(self, device: torch.device) -> Self:
-        """The same on another device."""
+        """The batch on another device."""
         inputs = None if self.inputs is None else self.inputs.to(device)
         return replace(self, **{name: column.to(device) for name, column in self.columns.items()}, inputs=inputs)
 
     def with_logprobs(self, columns: Mapping[str, Any]) -> LogprobBatch:
-        """The same completions with `logprobs`, `ref_logprobs`, `values` and `entropy`, `[B, T]` each.
+        """The completions with `logprobs`, `ref_logprobs`, `values` and `entropy`, `[B, T]` each.
 
         Columns that were computed before are left out.
         """
@@ -130,7 +130,7 @@ class LogprobBatch(RolloutBatch):
     entropy: Tensor  # [B, T] of the old policy, in nats; or -logprobs, a one-sample estimate of it
 
     def with_advantages(self, advantages: Tensor, returns: Tensor) -> Experience:
-        """The same with advantages and returns, `[B, T]` each."""
+        """The completions with advantages and returns, `[B, T]` each."""
         unknown = torch.full_like(advantages, math.nan)
         own = {"advantages": advantages, "returns": returns, "newest_logprobs": unknown, "home": self.row}
         return Experience(**(self.columns | own), kept=self.mask)
@@ -190,7 +190,7 @@ def _turn_columns(completions: Sequence[Completion]) -> dict[str, Tensor]:
     return {"turn_rewards": _padded(rewards, 0.0), "contexts": _padded(contexts, 0)}
 
 
-def concat(parts: Sequence[B]) -> B:
+def concat(parts: Sequence[AnyBatch]) -> AnyBatch:
     """The completions of several batches, one after the other, padded to the longest."""
     if len(parts) == 1:
         return parts[0]
@@ -202,8 +202,8 @@ def concat(parts: Sequence[B]) -> B:
     return replace(parts[0], **columns)
 
 
-def pad_to(batch: B, length: int, width: int) -> B:
-    """The same with `ids` padded to `[B, length]` and the other grids to `[B, width]`."""
+def pad_to(batch: AnyBatch, length: int, width: int) -> AnyBatch:
+    """The batch with `ids` padded to `[B, length]` and the other grids to `[B, width]`."""
 
     def padded(name: str, grid: Tensor) -> Tensor:
         return pad(grid, (0, (length if name == "ids" else width) - grid.shape[1])) if grid.ndim == 2 else grid
@@ -224,7 +224,7 @@ def _padded(rows: Sequence[Sequence[float] | np.ndarray], value: float) -> Tenso
 # --- mini-batches and micro-batches
 
 
-def minibatches(batch: B, count: int) -> list[B]:
+def minibatches(batch: AnyBatch, count: int) -> list[AnyBatch]:
     """A rank's completions in `count` equal parts, in order; one optimizer step each.
 
     Raises:
@@ -244,11 +244,11 @@ def micro_batch_count(batch: RolloutBatch, token_budget: int, packed: bool = Fal
     return len(_Rows.of(batch, packed).cut(token_budget))
 
 
-def micro_batches(batch: B, count: int, packed: bool = False) -> list[B]:
+def micro_batches(batch: AnyBatch, count: int, packed: bool = False) -> list[AnyBatch]:
     """`count` micro-batches; with `packed` of completions in their order, so that those of a group share their prompt.
 
-    Without, of completions of similar length, the longest first, each cut to its longest completion. Every rank makes
-    `count` of them. The largest is as small as possible, so micro-batches are nearly equal, on one rank and over ranks.
+    Without `packed`, completions are sorted by length, the longest first, and each part is cut to its longest one.
+    Every rank makes `count`. The largest is as small as possible, so all are nearly equal, on one rank and over ranks.
 
     Raises:
         ValueError: there are fewer completions than micro-batches.
@@ -286,7 +286,7 @@ class _Rows:
         return cls(list(range(len(lengths))), lengths, saved, contexts)
 
     def cut(self, budget: int, count: int = 1) -> list[slice]:
-        """As few slices as the budget allows, but at least `count`."""
+        """The slices that the budget allows, as few as possible, but at least `count`."""
         slices: list[slice] = []
         start = 0
         while start < len(self.lengths):
@@ -321,7 +321,9 @@ def token_draws(batch: RolloutBatch, seeds: Sequence[int]) -> Tensor:
 # --- over replicas
 
 
-def deal_minibatches(batch: B, count: int, mesh: Mesh, seeds: Sequence[int] | None = None, packed: bool = False) -> B:
+def deal_minibatches(
+    batch: AnyBatch, count: int, mesh: Mesh, seeds: Sequence[int] | None = None, packed: bool = False
+) -> AnyBatch:
     """Exchanges completions so that `minibatches` gives those of a pass, dealt over replicas; a collective call.
 
     Ranks wait for one another in FSDP's collectives: each micro-batch takes as long as the largest one on any replica.
@@ -360,7 +362,7 @@ def return_to_owners(batch: Experience, mesh: Mesh) -> Experience:
     return _in_order(batch, batch.home.argsort())
 
 
-def _exchanged(batch: B, owners: Tensor, arriving: Tensor, mesh: Mesh) -> B:
+def _exchanged(batch: AnyBatch, owners: Tensor, arriving: Tensor, mesh: Mesh) -> AnyBatch:
     """The completions that arrive, those of the first replica first; a collective call.
 
     Args:
@@ -380,7 +382,7 @@ def _exchanged(batch: B, owners: Tensor, arriving: Tensor, mesh: Mesh) -> B:
     return replace(batch, **columns)
 
 
-def _in_order(batch: B, order: Tensor) -> B:
+def _in_order(batch: AnyBatch, order: Tensor) -> AnyBatch:
     """All completions in another order, `[B]`; from now on it is theirs."""
     index = order.to(batch.ids.device)
     return replace(batch.rows(index), row=torch.arange(len(index), device=index.device))

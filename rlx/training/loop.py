@@ -133,7 +133,7 @@ def compute_logprobs(trainer: Trainer, batch: RolloutBatch, *, all_rows: bool = 
 
 
 def needs_no_model(trainer: Trainer) -> bool:
-    """Whether engines have said all that is to be known of completions before the update."""
+    """Whether the engines' log-probabilities are all that the update needs."""
     return is_policy_alone(trainer) and trainer.config.algorithm.old_logprobs == "rollout"
 
 

@@ -1,6 +1,6 @@
 """What training reports: the Reporter protocol, and a reporter that keeps everything in memory.
 
-Training does not know MLflow and Ray Train. Its caller passes a reporter (rlx.runs has the one for Ray workers).
+Left out: MLflow and Ray Train, which training does not know. Its caller passes a reporter; rlx.runs has that for Ray.
 """
 
 from __future__ import annotations

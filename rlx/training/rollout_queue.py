@@ -2,8 +2,8 @@
 
 With `max_staleness` 0 a round begins once the engines have the weights that it is drawn with, at the latest when it is
 needed, and its chunks are handed out while later ones are generated.
-Rounds that were waited for go into checkpoints, so that a resumed run trains on the same completions. rlx.rollout
-decides which engine generates what.
+Rounds that were waited for go into checkpoints, so that a resumed run trains on the same completions. Left out: which
+engine generates what (rlx.rollout), and scores (collector).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an update counts on one rank. What is made of it, over all ranks, is in metrics.py."""
+"""The sums that an update counts on one rank. Left out: the metrics that all ranks' sums give (metrics)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LossStats:
     tokens: float | Tensor = 0.0  # that the losses counted
 
     def add(self, more: LossStats) -> None:
-        """Adds those of further passes."""
+        """Adds the losses of further passes."""
         add_sums(self.sums, more.sums)
         self.tokens = self.tokens + more.tokens
 
@@ -43,7 +43,7 @@ class UpdateStats:
 
 
 def add_sums(sums: Sums, more: Mapping[str, float | Tensor]) -> None:
-    """Adds numbers to those of the same names."""
+    """Adds numbers to the sums of the same names."""
     for name, value in more.items():
         sums[name] = sums.get(name, 0.0) + value
 

@@ -23,7 +23,7 @@ from rlx.mesh import Mesh
 from rlx.models import fsdp
 from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.training import experience
-from rlx.training.experience import B, RolloutBatch, build_batch
+from rlx.training.experience import AnyBatch, RolloutBatch, build_batch
 from rlx.training.optimizers.groups import base_lrs
 from rlx.types import Completion, Replay, ScoredCompletion
 
@@ -112,7 +112,7 @@ class Trainer:
         """Whether the current step is the last, or one of every `every` steps (0: never)."""
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
-    def micro_batches(self, batches: Sequence[B]) -> list[list[B]]:
+    def micro_batches(self, batches: Sequence[AnyBatch]) -> list[list[AnyBatch]]:
         """The micro-batches of each batch, equally many on every rank: each forward pass is a collective call."""
         budget, packs = self.config.train.micro_batch_tokens, self.policy.packs
         # Cut and packed on the CPU: on a GPU, each length that Python reads is a wait.

@@ -1,6 +1,7 @@
 """Step 7 of the loop: a step's experience becomes losses, gradients and optimizer steps.
 
-The formulas are in rlx.algorithms; here they meet the models, the settings and the other ranks.
+The formulas of rlx.algorithms meet the models, the settings and the other ranks here. Left out: how completions become
+micro-batches (experience), the optimizers (optimizers), and metrics of what is counted (metrics).
 """
 
 from __future__ import annotations

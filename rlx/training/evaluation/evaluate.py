@@ -1,4 +1,7 @@
-"""The evaluations of a step: those that are due, each with its metrics and with a record of every question."""
+"""The evaluations of a step: those that are due, each with its metrics and with a record of every question.
+
+Left out: which questions there are (sets), and what becomes of all ranks' answers to them (outcomes).
+"""
 
 from __future__ import annotations
 

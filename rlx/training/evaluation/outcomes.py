@@ -1,7 +1,8 @@
 """The outcomes of all ranks' answers to a set of questions, and their metrics.
 
 Every rank gets the outcome of every question in one collective call, and computes the metrics by itself. So they are
-the same to the last bit on any number of ranks.
+the same to the last bit on any number of ranks. Left out: the formulas (rlx.algorithms.sampled_answers), and the files
+of outcomes (rlx.samples.evaluations).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The table of optimizers, by the names of `train.optimizer`, and how each is made of a model's weights."""
+"""The table of optimizers, by the names of `train.optimizer`, and how each is made of a model's weights.
+
+Left out: which weights share a learning rate (groups), and learning rates by step (rlx.training.update).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parameter groups: which trained weights share a learning rate and a decay, and which are hidden matrices."""
+"""Parameter groups: which trained weights share a learning rate and a decay, and which are hidden matrices.
+
+Left out: which of them an optimizer takes (choice), and learning rates by step (rlx.training.update).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Several optimizers of one model as one, because a model has one optimizer everywhere else."""
+"""Several optimizers of one model as one, because a model has one optimizer everywhere else.
+
+Left out: which weights each has (choice).
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,6 @@ class Joined(Optimizer):
             part.state = self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step of each."""
+        """A step of each optimizer."""
         for part in self._parts:
             part.step()

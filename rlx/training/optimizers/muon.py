@@ -4,7 +4,7 @@ Muon makes the momentum of a matrix orthogonal, which takes the whole matrix. to
 multiplies shards and communicates in each product. Here each matrix is gathered once, and torch's Muon has it whole:
 the same gradients give the same update on any number of ranks. It computes in bfloat16, as its author does, which
 enlarges differences: gradients that differ in the last bits of float32, as those of other micro-batches or ranks do,
-give updates that differ by several per cent.
+give updates that differ by several per cent. Left out: the weights that it does not take, which AdamW has (choice).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a rank needs to train: its config, its prompts, and the live objects of other processes."""
+"""What a rank needs to train: its config, its prompts, and the live objects of other processes.
+
+Left out: who provides them, for Ray workers rlx.runs.worker, and what is built of them (the other modules here).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Builds a run's models: loads them, cuts them over the ranks, gives those that are trained their optimizers.
 
-It also decides what may stay in a GPU's memory. How models are loaded and cut is in rlx.models.
+It also decides what may stay in a GPU's memory. Left out: how models are loaded and cut (rlx.models).
 """
 
 from __future__ import annotations
@@ -68,12 +68,15 @@ class _Loader:
 
     @property
     def dtype(self) -> loading.Precision:
-        """As saved: weights become float32 when FSDP cuts them, but adapters and tensor parallelism need it before."""
+        """The dtype of what is trained: as saved, because FSDP makes weights float32.
+
+        Adapters and tensor parallelism need float32 before that.
+        """
         return torch.float32 if self.config.model.lora_rank or self.config.parallel.tp > 1 else "auto"
 
     @property
     def frozen_dtype(self) -> loading.Precision:
-        """Of a reference, as saved: FSDP casts what it cuts, but not what tensor parallelism has cut before."""
+        """The dtype of a reference: as saved; FSDP casts what it cuts, but not what tensor parallelism has cut."""
         return getattr(torch, self.config.model.dtype) if self.config.parallel.tp > 1 else "auto"
 
     def policy(self, device_type: str) -> Policy:

@@ -1,6 +1,6 @@
 """Builds one rank's trainer, collector and checkpointer from the config, and restores them from a checkpoint.
 
-The objects that it builds are in trainer.py, collector.py and checkpointing.py of rlx.training.
+Left out: the objects that it builds (trainer, collector and checkpointing in rlx.training), and processes (rlx.runs).
 """
 
 from __future__ import annotations

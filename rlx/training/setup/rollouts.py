@@ -1,4 +1,7 @@
-"""Builds what collects a rank's rollouts: prompts, sampling, engines, rewards, questions, and kept completions."""
+"""Builds what collects a rank's rollouts: prompts, sampling, engines, rewards, questions, and kept completions.
+
+Left out: the connection to engines and reward models, which is part of the inputs, and the objects' work (collector).
+"""
 
 from __future__ import annotations
 
@@ -120,7 +123,7 @@ def _queue(trainer: Trainer, engines: Engines, ends: tuple[int, ...], prompts: P
     train, rollout = config.train, config.rollout
 
     def samplings(step: int) -> list[Sampling]:
-        """Of the completions that are trained on after so many steps."""
+        """The sampling of each completion of a prompt that is trained on after so many steps."""
         sampling = sampling_of(config.at(step, trainer.tokens).rollout, ends)
         greedy = [sampling.greedy] if config.algorithm.estimator.needs_greedy else []
         return [sampling] * train.samples_per_prompt + greedy

@@ -1,4 +1,7 @@
-"""A replica's prompts, in the order in which a run takes them. The tables themselves come from rlx.data."""
+"""A replica's prompts, in the order in which a run takes them.
+
+Left out: the tables and the orders themselves (rlx.data).
+"""
 
 from __future__ import annotations
 
