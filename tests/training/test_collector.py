@@ -211,6 +211,13 @@ def test_a_selection_takes_a_replicas_share_of_the_prompts() -> None:
     assert not selection.immediate and collector(Engines(), num_chunks=2).new_selection().immediate
 
 
+def test_scores_have_the_penalties_of_the_step() -> None:
+    own = collector(Engines())
+    assert [each.score for each in own.score_training(COMPLETIONS)] == [2.5, 1.0, 1.5]
+    own.trainer.config = from_tree({"algorithm": {"missing_eos_penalty": 0.25}, "rollout": {"max_tokens": 8}})
+    assert [each.score for each in own.score_training(COMPLETIONS)] == [2.5, 1.0, 1.25]
+
+
 def test_completions_become_at_most_one_batch() -> None:
     own = collector(Engines())
     (batch,) = own.build_batches(own.score(COMPLETIONS))
