@@ -76,7 +76,8 @@ def test_advantages_of_two_turns_with_a_tools_answer_between() -> None:
 def test_rewards_of_turns_reach_the_tokens_before_them_alone() -> None:
     mask, zero = torch.tensor([[1.0, 1, 0, 1, 0]]), torch.zeros(1, 5)
     turn_rewards = torch.tensor([[0.0, 1.0, 0, 0.5, 0]])
-    inputs = AdvantageInputs(torch.tensor([2.0]), zero, zero, mask, torch.zeros(1).long(), None, turn_rewards)
+    score, counted = torch.tensor([2.0]), torch.ones(1)
+    inputs = AdvantageInputs(score, zero, zero, mask, torch.zeros(1).long(), 0 * score, counted, turn_rewards)
     given = token_rewards(inputs.scores, zero, mask, 0.0, turn_rewards)
     assert given.tolist() == [[0, 1, 0, 1, 0]]  # the score's other half is a reward function's, at the end
     advantages, _ = estimate_advantages("reinforce++", inputs, AdvantageSettings(0.0, 1.0, 1.0))
