@@ -364,7 +364,11 @@ def _one_thread() -> Iterator[None]:
 
 
 def _tokenize_block(batch: pa.Table, encoder: PromptEncoder, max_tokens: int, keeps_messages: bool) -> pa.Table:
-    """Adds `token_ids` to one block of rows and drops rows with more than `max_tokens`; runs in a Ray task."""
+    """Adds `token_ids` to one block of rows and drops rows with more than `max_tokens`; runs in a Ray task.
+
+    Raises:
+        ValueError: a row has no token, which engines refuse.
+    """
     given: list[Any] = batch["question"].to_pylist()
     if "messages" in batch.column_names:
         conversations = batch["messages"].to_pylist()
@@ -374,8 +378,10 @@ def _tokenize_block(batch: pa.Table, encoder: PromptEncoder, max_tokens: int, ke
         given = [with_system(each, encoder.system_prompt) for each in given]
         batch = batch.append_column(SCHEMA.field("messages"), pa.array(given, SCHEMA.field("messages").type))
     token_ids = _joined(encoder(given))
-    table = batch.append_column("token_ids", token_ids)
-    return table.filter(pc.less_equal(pc.list_value_length(token_ids), max_tokens))
+    lengths = pc.list_value_length(token_ids)
+    if (empty := pc.index(lengths, pa.scalar(0, lengths.type)).as_py()) >= 0:
+        raise ValueError(f"it makes no token of the question {batch['question'][empty].as_py()!r:.80}")
+    return batch.append_column("token_ids", token_ids).filter(pc.less_equal(lengths, max_tokens))
 
 
 def _joined(rows: Iterable[Sequence[int]]) -> pa.ListArray:

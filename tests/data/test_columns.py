@@ -187,6 +187,18 @@ def test_a_template_makes_the_question_of_several_cells() -> None:
         columns.row(record | {"question": None})
 
 
+@pytest.mark.parametrize(
+    ("given", "template"),
+    [(" \n", None), ([system("Add."), user(" ")], None), (json.dumps([user("")]), None), ("", "{question} ")],
+)
+def test_a_blank_question_is_refused_with_its_row(given: Any, template: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    rows = [{"question": each, "answer": "2"} for each in ("1 + 1?", given)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match=r"p\.jsonl:2: a question is '.*', expected text \(its answer is '2'\)$"):
+        sources.first_rows(DataConfig(source=str(file), prompt_template=template), 2)
+
+
 def test_a_cell_of_a_template_reads_as_an_answer_does() -> None:
     """pandas and Parquet keep a column of integers with a missing one as floats."""
     columns = Columns(answer="answer", template="{a} + {b} =")

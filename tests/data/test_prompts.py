@@ -199,6 +199,11 @@ def test_no_prompt_left_is_an_error(base_model: str) -> None:
         )
 
 
+def test_a_prompt_without_a_token_is_refused(base_model: str) -> None:
+    with pytest.raises(ConfigError, match=r"its tokenizer: it makes no token of the question ''$"):
+        prompts.tokenize_rows(rows("1?", ""), DataConfig(), prompts.TokenizerSource.of(base_model))
+
+
 @pytest.mark.slow
 def test_an_empty_block_has_the_schema_of_the_others(base_model: str) -> None:
     source = ray.data.from_items(rows(LONG, LONG, "ab", "cd"), override_num_blocks=2)

@@ -103,6 +103,8 @@ class Columns:
         """Returns the row of a record; raises ValueError if it has no question, or no answer that can be used."""
         answer = self._cell(record, self.answer)
         question, messages = self._prompt(record, answer)
+        if not question.strip():
+            raise _no_question(question, answer)
         system = self._cell(record, self.system) if self.system else None
         if system is not None and not isinstance(system, str):
             raise ValueError(f"the system message of {question!r:.80} is {system!r:.80}, expected text")
@@ -133,8 +135,8 @@ class Columns:
         if isinstance(given, list):
             messages = conversation(given)
             return text_of(messages), messages
-        if not isinstance(given, str) or not given.strip():
-            raise ValueError(f"a question is {given!r:.80}, expected text (its answer is {answer!r:.80})")
+        if not isinstance(given, str):
+            raise _no_question(given, answer)
         return given, None
 
     def _filled(self, record: Mapping[str, Any], column: str) -> str:
@@ -165,6 +167,10 @@ class Columns:
                 raise ColumnError(f"{self.settings[path]} {path}: {_no_entry(name, list(value))}")
             value = value.get(name)
         return value
+
+
+def _no_question(given: Any, answer: Any) -> ValueError:
+    return ValueError(f"a question is {given!r:.80}, expected text (its answer is {answer!r:.80})")
 
 
 def _no_entry(name: str, names: Sequence[str]) -> str:
