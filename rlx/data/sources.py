@@ -144,6 +144,17 @@ def set_table(name: str) -> str:
     return f"eval.{name}"
 
 
+def table_places(data: DataConfig, evaluation: EvalConfig) -> dict[str, str]:
+    """Returns the setting and the address that the prompts of each table of a run are from, by the table's name."""
+    places, training, held_out = {}, table_names(data, "train"), table_names(data, "held_out")
+    for number, part in enumerate(data.parts):
+        setting, own = data.setting_of(number), evaluation.part(data, number).source
+        places[training[number]] = f"{setting} {part.source}"
+        places[held_out[number]] = f"{held_out_setting(setting)} {own}" if own else f"{setting} {part.source}"
+    places |= {set_table(each.name): f"eval.sets {each.name} {each.source}" for each in evaluation.sets if each.source}
+    return places | {"ptx": f"data.ptx_source {data.ptx_source}"}
+
+
 def set_rows(data: DataConfig, evaluation: EvalConfig, name: str, check: AnswerCheck | None = None) -> Rows:
     """Returns the rows of one of eval.sets: the first of data.source, or those of its seeds.
 

@@ -6,9 +6,9 @@ Left out: reading rows (sources.py), their tokens (prompts.py), and the tables o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rlx.config.sections.data import DataConfig, EvalConfig, held_out_setting
+from rlx.config.sections.data import DataConfig, EvalConfig
 from rlx.data import sources
 from rlx.data.prompts import TokenizerSource, tokenize_rows
 from rlx.data.stored.source import without_repetitions
@@ -37,17 +37,16 @@ def source_tables(
         ConfigError: a source has no prompts to train on or none to hold out, or a row cannot be used.
     """
     training, held_out = sources.table_names(data, "train"), sources.table_names(data, "held_out")
-    tables = {}
+    tables, places = {}, sources.table_places(data, evaluation)
     for number, (part, check) in enumerate(zip(data.parts, checks, strict=True)):
         setting, own = data.setting_of(number), evaluation.part(data, number)
         rows, asked = sources.training_and_held_out_rows(part, own, check, setting)
-        what = f"training prompts of {setting} {part.source}"
-        tables[training[number]] = tokenize_rows(rows, part, tokenizer, what, keeps_messages)
-        place = f"{held_out_setting(setting)} {own.source}" if own.source else f"{setting} {part.source}"
-        tables[held_out[number]] = tokenize_rows(asked, part, tokenizer, f"held-out prompts of {place}", keeps_messages)
+        for name, some, use in ((training[number], rows, "training"), (held_out[number], asked, "held-out")):
+            tables[name] = tokenize_rows(some, part, tokenizer, f"{use} prompts of {places[name]}", keeps_messages)
     if data.sources or evaluation.source:  # what a source holds out of its own rows it has left out itself
         prompts = [row for name in held_out for row in tables[name].take_all()]
-        tables |= _not_held_out({name: tables[name] for name in training}, data, prompts)
+        hint = f", of {'one of data.sources' if data.sources else 'eval.source'}"
+        tables |= {name: without_repetitions(tables[name], prompts, places[name], hint) for name in training}
     return tables
 
 
@@ -65,15 +64,3 @@ def supervised_table(
     rows = sources.read_rows(str(data.ptx_source), data, "data.ptx_source")
     table = tokenize_rows(rows, data, tokenizer, f"prompts of {place}")
     return without_repetitions(table, [row for each in held_out for row in each.take_all()], place, "")
-
-
-def _not_held_out(
-    training: dict[str, MaterializedDataset], data: DataConfig, held_out: Sequence[dict[str, Any]]
-) -> dict[str, MaterializedDataset]:
-    """The training tables without the prompts of any source that are held out; ConfigError if none is left of one."""
-    hint = f", of {'one of data.sources' if data.sources else 'eval.source'}"
-    places = [f"{data.setting_of(number)} {part.source}" for number, part in enumerate(data.parts)]
-    return {
-        name: without_repetitions(table, held_out, place, hint)
-        for (name, table), place in zip(training.items(), places, strict=True)
-    }

@@ -27,6 +27,7 @@ from rlx.config.sections.base import flatten
 from rlx.config.sections.data import prompt_addresses
 from rlx.data.blocks import rows_of
 from rlx.data.mixture import JoinedRows
+from rlx.data.record import RECORD, check_record, prompt_record
 from rlx.data.sources import FILES, find_source, table_names
 from rlx.data.stored.files import find_files
 from rlx.data.stream import check_cursor
@@ -183,9 +184,11 @@ def _check(prepared: PreparedRun, folder: Storage, resume: bool, parent: Parent 
 
 
 def _check_prompts(prepared: PreparedRun, folder: Storage) -> None:
-    """Raises ConfigError if the checkpoint whose state the run goes on from is of other prompts."""
+    """Raises ConfigError if the run goes on from a checkpoint's state, and that or its record is of other prompts."""
     config, found = prepared.config, checkpoint_catalog.complete_checkpoints(folder)
-    if not found and config.checkpoint.init_from and config.checkpoint.init_state == "all":
+    if found:
+        check_record(folder, config.data, config.eval, prepared.tables or {})
+    elif config.checkpoint.init_from and config.checkpoint.init_state == "all":
         found = [checkpoint_catalog.read_checkpoint(open_storage(config.checkpoint.init_from, create=False))]
     if found and (manifest := found[-1].manifest):
         tables = prepared.tables or {}
@@ -276,6 +279,7 @@ def _open_record(
     # Also on a resume: settings that were changed for it hold for later resumes.
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
     write_record(folder / "config.yaml", text)
+    write_record(folder / RECORD, prompt_record(config.data, config.eval, prepared.tables or {}))
     record = OutboxTracker(prepared.tracking, folder, "driver", notify)
     record.open(
         config.tracking.experiment,

@@ -21,6 +21,7 @@ from shared import KEPT, NothingLeft
 import rlx
 from rlx.config.loading import from_tree
 from rlx.config.sections.base import flatten
+from rlx.data.record import RECORD
 from rlx.runs import run_folder, train_run
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
@@ -149,6 +150,15 @@ def test_mlflow_holds_the_config_and_the_samples(run: Done) -> None:
     assert from_tree(saved) == run.config
     assert f"Completions of run {run.config.name}</title>" in artifact(run, "completions.html").read_text()
     assert [len(sample_rows(run, step)) for step in (0, 2, 4)] == [6, 6, 6]  # rank 0's half of the held-out prompts
+
+
+def test_the_folder_has_the_checksums_of_all_prompts(run: Done) -> None:
+    known = (open_storage(run.result.folder) / RECORD).read_json()
+    manifest = checkpoint_catalog.complete_checkpoints(open_storage(run.result.folder))[-1].manifest
+    assert manifest
+    tokens, answers = (manifest.cursor[key] for key in ("token_digest", "answer_digest"))
+    assert set(known) == {"train", "held_out"}
+    assert known["train"]["digest"] == [tokens, answers]
 
 
 def test_the_result_is_the_last_report(run: Done) -> None:

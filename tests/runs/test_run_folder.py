@@ -19,6 +19,8 @@ from rlx.cli import export, train
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig, sections
+from rlx.data import record
+from rlx.data.record import prompt_record
 from rlx.data.stream import Share, TableRows
 from rlx.runs import launch, run_folder
 from rlx.runs.launch import Parent
@@ -513,24 +515,25 @@ class NoProcesses(RunProcesses):
         yield None
 
 
-@pytest.mark.parametrize("state", ["resume", "all"])
+@pytest.mark.parametrize("state", ["resume", "held out", "all"])
 def test_a_run_goes_on_with_its_own_prompts_or_changes_nothing(
     state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "rows_of", TableRows)
+    monkeypatch.setattr(record, "rows_of", TableRows)
     saw, has = (pa.table({"token_ids": [[each], [2]], "answer": ["1", "2"]}) for each in (1, 3))
-    folder = open_storage(str(made(tmp_path / "a"))) if state == "resume" else open_storage(str(tmp_path / "b"))
-    entry = put(folder.path if state == "resume" else tmp_path / "a", 20)
+    folder = open_storage(str(made(tmp_path / "a"))) if state != "all" else open_storage(str(tmp_path / "b"))
+    entry = put(folder.path if state != "all" else tmp_path / "a", 20)
     assert entry.manifest
     cursor = Share(TableRows(saw)).stream(seed=0).cursor()
     checkpoint_catalog.commit(entry.folder, entry.manifest.model_copy(update={"cursor": cursor}))
-    config = RunConfig(name="a") if state == "resume" else starting(entry.folder.path, train__steps=40)
-    ready = PreparedRun(config, "model", plan_resources(config), tables={"train": has})
+    config = RunConfig(name="a") if state != "all" else starting(entry.folder.path, train__steps=40)
+    tables = {"train": saw, "held_out": has} if state == "held out" else {"train": has}
+    (folder / "prompts.json").write_text(prompt_record(config.data, config.eval, {"held_out": saw}))
+    ready = PreparedRun(config, "model", plan_resources(config), tables=tables)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(ConfigError, match="prompts are not those of this run: their texts or tokens differ"):
-        launch.run(
-            ready, folder, resume=state == "resume", parent=Parent(folder), notify=print, processes=NoProcesses()
-        )
+    with pytest.raises(ConfigError, match=r"prompts are not those of .*run.*: their texts or tokens differ"):
+        launch.run(ready, folder, resume=state != "all", parent=Parent(folder), notify=print, processes=NoProcesses())
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
