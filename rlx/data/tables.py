@@ -5,17 +5,25 @@ Left out: reading rows (sources.py), their tokens (prompts.py), and the tables o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+import pyarrow as pa
+import ray
+
+from rlx.config.errors import ConfigError
 from rlx.config.sections.data import DataConfig, EvalConfig
-from rlx.data import sources
+from rlx.data import ray_data, sources
 from rlx.data.prompts import TokenizerSource, tokenize_rows
-from rlx.data.stored.source import without_repetitions
 from rlx.types import AnswerCheck
 
 if TYPE_CHECKING:
     from ray.data import MaterializedDataset
+
+_LOG = logging.getLogger("rlx")
 
 
 def source_tables(
@@ -43,10 +51,11 @@ def source_tables(
         rows, asked = sources.training_and_held_out_rows(part, own, check, setting)
         for name, some, use in ((training[number], rows, "training"), (held_out[number], asked, "held-out")):
             tables[name] = tokenize_rows(some, part, tokenizer, f"{use} prompts of {places[name]}", keeps_messages)
-    if data.sources or evaluation.source:  # what a source holds out of its own rows it has left out itself
-        prompts = [row for name in held_out for row in tables[name].take_all()]
-        hint = f", of {'one of data.sources' if data.sources else 'eval.source'}"
-        tables |= {name: without_repetitions(tables[name], prompts, places[name], hint) for name in training}
+    if data.sources or not sources.find_source(data.source).is_generated:  # one that generates has left them out itself
+        asked_of = "one of data.sources" if data.sources else evaluation.source and "eval.source"
+        hint = f", of {asked_of}" if asked_of else "; set eval.source"
+        prompts = _prompts_of(tables[name] for name in held_out)
+        tables |= {name: _others(tables[name], prompts, places[name], hint) for name in training}
     return tables
 
 
@@ -63,4 +72,49 @@ def supervised_table(
     place = f"data.ptx_source {data.ptx_source}"
     rows = sources.read_rows(str(data.ptx_source), data, "data.ptx_source")
     table = tokenize_rows(rows, data, tokenizer, f"prompts of {place}")
-    return without_repetitions(table, [row for each in held_out for row in each.take_all()], place, "")
+    return _others(table, _prompts_of(held_out), place, "")
+
+
+def _prompts_of(tables: Iterable[MaterializedDataset]) -> set[bytes]:
+    """The prompts in some tables, as `_token_bytes`."""
+    return {prompt for table in tables for block in table.to_arrow_refs() for prompt in _token_bytes(ray.get(block))}
+
+
+def _others(table: MaterializedDataset, held_out: set[bytes], place: str, hint: str) -> MaterializedDataset:
+    """The rows of a table whose prompts are not held out; says how many are left out.
+
+    What the policy reads is compared, whatever it was made of: text or a conversation, whose system message.
+
+    Args:
+        held_out: prompts as `_token_bytes`.
+        place: where the rows come from, for the warning and the error.
+        hint: how the error goes on.
+
+    Raises:
+        ConfigError: there is no other one.
+    """
+    # Counted first: most sources repeat nothing, and what is filtered is a copy of all rows.
+    found = ray_data.map_tables(table, _count_repeated, held_out=held_out)
+    if not (repeated := sum(row["repeated"] for row in found.take_all())):
+        return table
+    total = table.count()
+    if repeated == total:
+        raise ConfigError(f"{place}: every training prompt is also a held-out one{hint}")
+    _LOG.warning("%s: %d of %d training prompts are also held out: they are left out", place, repeated, total)
+    return ray_data.map_tables(table, _without, held_out=held_out)
+
+
+def _count_repeated(rows: pa.Table, held_out: set[bytes]) -> pa.Table:
+    return pa.table({"repeated": [sum(prompt in held_out for prompt in _token_bytes(rows))]})
+
+
+def _without(rows: pa.Table, held_out: set[bytes]) -> pa.Table:
+    return rows.filter(pa.array([prompt not in held_out for prompt in _token_bytes(rows)], pa.bool_()))
+
+
+def _token_bytes(rows: pa.Table) -> Iterator[bytes]:
+    """The token ids of each row as bytes: they are the same where the ids are."""
+    for chunk in rows["token_ids"].chunks:
+        content = chunk.flatten().to_numpy().astype(np.int32).tobytes()
+        ends = 4 * np.cumsum(chunk.value_lengths().to_numpy())
+        yield from (content[start:end] for start, end in itertools.pairwise([0, *ends.tolist()]))

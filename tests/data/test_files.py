@@ -200,27 +200,6 @@ def test_the_last_rows_are_held_out_at_most_a_tenth(count: int, size: int, held_
     assert [row["n"] for row in rest] == list(range(count - held_out, count))
 
 
-def test_a_prompt_that_is_held_out_is_not_trained_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "q39"}]
-    lines = [{"messages": [{"role": "user", "content": f"q{i}"}], "answer": "x"} for i in (*range(38), 39, *range(40))]
-    rows = [{"messages": chat, "answer": "x"}, *lines]
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = FILES.model_copy(update={"source": str(tmp_path / "p.jsonl"), "prompt_column": "messages"})
-    training, held_out = sources.training_and_held_out_rows(data, EvalConfig(num_prompts=3))
-    assert [row["question"] for row in held_out.take_all()] == ["q37", "q38", "q39"]
-    others = [f"q{i}" for i in range(37)]
-    # The first prompt asks what a held-out one asks, after another system message.
-    assert [row["question"] for row in training.take_all()] == ["q39", *others, *others]
-    assert "p.jsonl: 2 of 77 training prompts are also held out: they are left out" in caplog.text
-
-
-def test_prompts_that_are_all_held_out_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text('{"question": "q", "answer": "x"}\n' * 30)
-    data = FILES.model_copy(update={"source": str(tmp_path / "p.jsonl")})
-    with pytest.raises(ConfigError, match=r"p\.jsonl: every training prompt is also a held-out one; set eval\.source"):
-        sources.training_and_held_out_rows(data, EvalConfig(num_prompts=3))
-
-
 def test_one_row_cannot_be_split() -> None:
     with pytest.raises(ConfigError, match=r"1 rows are too few to hold one out; set eval\.source"):
         stored.hold_out(ray.data.from_items([{"n": 1}]), 5)

@@ -400,7 +400,7 @@ def test_the_source_that_cannot_be_split_is_named(base_model: str, tmp_path: Pat
     ):
         tables_of(base_model, *several)
     several = several[0], stored(tmp_path / "b.jsonl", *"dddd")
-    with pytest.raises(ConfigError, match=r"b\.jsonl: every training prompt .*; set data\.sources\.1\.held_out$"):
+    with pytest.raises(ConfigError, match=r"b\.jsonl: every training prompt .*, of one of data\.sources$"):
         tables_of(base_model, *several)
 
 
@@ -450,6 +450,39 @@ def test_a_prompt_with_another_system_message_is_another_one(chat_model: str, tm
     chat = json.dumps([{"role": "user", "content": "c"}])
     second = stored(tmp_path / "b.jsonl", chat, "d", "e")
     assert tables_of(chat_model, first, second)["train.1"] == ["d"]  # c is the same prompt as text and as conversation
+
+
+def test_a_prompt_that_is_held_out_is_not_trained_on_however_it_is_written(
+    chat_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The policy reads the same of text and a conversation, of one system message and another one's copy."""
+    asked = {"role": "user", "content": "q39"}
+    brief, other = ([{"role": "system", "content": text}, asked] for text in ("Be brief.", "Add."))
+    questions = [other, brief, [asked], *(f"q{i}" for i in (*range(40), *range(40)))]
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(json.dumps({"question": each, "answer": "x"}) + "\n" for each in questions))
+    data = DataConfig(source=str(file), params={}, system_prompt="Be brief.")
+    tables = source_tables(data, EvalConfig(num_prompts=3), [None], prompts.TokenizerSource.of(chat_model))
+    found = {name: [row["question"] for row in table.take_all()] for name, table in tables.items()}
+    others = [f"q{i}" for i in range(37)]
+    assert found == {"held_out": ["q37", "q38", "q39"], "train": ["q39", *others, *others]}
+    assert "p.jsonl: 5 of 80 training prompts are also held out: they are left out" in caplog.text
+
+
+def test_blanks_that_a_template_drops_make_no_other_prompt(chat_model: str, tmp_path: Path) -> None:
+    tokenizer = prompts.load_tokenizer(chat_model)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content | trim }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "trims")
+    address = stored(tmp_path / "p.jsonl", "9 + 9? ", "1?", "9 + 9?")["source"]
+    source = prompts.TokenizerSource.of(str(tmp_path / "trims"))
+    table = source_tables(DataConfig(source=address, params={}), EvalConfig(), [None], source)["train"]
+    assert [row["question"] for row in table.take_all()] == ["1?"]
+
+
+def test_prompts_that_are_all_held_out_are_refused(base_model: str, tmp_path: Path) -> None:
+    data = DataConfig(source=stored(tmp_path / "p.jsonl", *"q" * 30)["source"], params={})
+    with pytest.raises(ConfigError, match=r"p\.jsonl: every training prompt is also a held-out one; set eval\.source$"):
+        source_tables(data, EvalConfig(num_prompts=3), [None], prompts.TokenizerSource.of(base_model))
 
 
 def test_prompts_of_a_file_to_evaluate_on_are_not_trained_on(base_model: str, tmp_path: Path) -> None:

@@ -6,16 +6,10 @@ Left out: where they are stored (files.py, hub.py).
 from __future__ import annotations
 
 import itertools
-import json
-import logging
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
-
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections.data import DataConfig, EvalConfig, held_out_setting
@@ -27,7 +21,6 @@ if TYPE_CHECKING:
     import ray.data
 
 NO_ROWS = "there are no rows in it"
-_LOG = logging.getLogger("rlx")
 
 
 @dataclass(frozen=True)
@@ -98,14 +91,13 @@ class StoredSource(ABC):
     def split(
         self, data: DataConfig, held_out: EvalConfig, setting: str = "data.source"
     ) -> tuple[ray.data.Dataset, ray.data.Dataset]:
-        """Returns the rows of data.source without the last ones and their repetitions, and the last ones.
+        """Returns the rows of data.source without the last ones, and the last ones.
 
         Raises:
             ConfigError: the source or a row cannot be used.
         """
         training, last = hold_out(self.rows(data.source, data, setting), held_out.num_prompts, setting)
-        hint = f"; set {held_out_setting(setting)}"
-        return without_repetitions(training, last, f"{setting} {data.source}", hint), ray_data.from_rows(last)
+        return training, ray_data.from_rows(last)
 
     def answer_checker(self, data: DataConfig, seed: int, size: int) -> Checker:
         """Returns exact match of the texts, without blanks around them."""
@@ -125,59 +117,6 @@ def hold_out(
     count = held_out_count(total, count, setting)
     # Not Dataset.split_at_indices: its tasks take a CPU each, and there may be none.
     return rows.limit(total - count).materialize(), _last_rows(rows, count)
-
-
-def without_repetitions(
-    training: ray.data.MaterializedDataset, held_out: Sequence[dict[str, Any]], place: str, hint: str
-) -> ray.data.MaterializedDataset:
-    """Returns the training rows of a source whose prompts are not held out; says how many are left out.
-
-    Args:
-        training, held_out: rows with token ids, which are compared; or both without.
-        place: where the training rows come from, for the warning and the error.
-        hint: how the error goes on.
-
-    Raises:
-        ConfigError: there is no other one.
-    """
-    prompts = {_prompt_of(row) for row in held_out}
-    # Counted first: most sources repeat nothing, and what is filtered is a copy of all rows.
-    found = ray_data.map_tables(training, _counted, prompts=prompts)
-    if not (repeated := sum(row["repeated"] for row in found.take_all())):
-        return training
-    total = training.count()
-    if repeated == total:
-        raise ConfigError(f"{place}: every training prompt is also a held-out one{hint}")
-    _LOG.warning("%s: %d of %d training prompts are also held out: they are left out", place, repeated, total)
-    return ray_data.map_tables(training, _others, prompts=prompts)
-
-
-def _counted(table: pa.Table, prompts: set[tuple[str, str]]) -> pa.Table:
-    return pa.table({"repeated": [int(_repeated(table, prompts).sum())]})
-
-
-def _others(table: pa.Table, prompts: set[tuple[str, str]]) -> pa.Table:
-    return table.filter(pa.array(~_repeated(table, prompts)))
-
-
-def _repeated(table: pa.Table, prompts: set[tuple[str, str]]) -> np.ndarray:
-    """Whether each row has one of the prompts, `[N]`."""
-    questions = pa.array(sorted({question for question, _ in prompts}), pa.string())
-    places = np.flatnonzero(pc.is_in(table["question"], value_set=questions).to_numpy())
-    own = table.select(["question", _read_of(table.column_names)]).take(pa.array(places)).to_pylist()
-    mask = np.zeros(len(table), dtype=bool)
-    mask[[place for place, row in zip(places, own, strict=True) if _prompt_of(row) in prompts]] = True
-    return mask
-
-
-def _prompt_of(row: Mapping[str, Any]) -> tuple[str, str]:
-    """All that the policy reads of a row."""
-    return row["question"], json.dumps(row[_read_of(row)], sort_keys=True)
-
-
-def _read_of(names: Container[str]) -> str:
-    """The column that says, with the question, what the policy reads: system messages and templates are in tokens."""
-    return "token_ids" if "token_ids" in names else "messages"
 
 
 def held_out_count(total: int, wanted: int, setting: str) -> int:
