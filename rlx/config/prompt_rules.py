@@ -120,16 +120,21 @@ def check_correctness(data: DataConfig, algorithm: AlgorithmConfig, rewards: Seq
 
 
 def check_parts(data: DataConfig, evaluation: EvalConfig) -> None:
-    """Raises ValueError as `check_prompts` for data.source, or for one of data.sources, which the message names."""
+    """Raises ValueError as `check_prompts`, or if training and held-out prompts share seeds; it names the source."""
     for number, part in enumerate(data.parts):
         try:
-            check_prompts(part, evaluation.part(data, number))
+            check_prompts(part, own := evaluation.part(data, number))
+            refuse_if(
+                part.source.startswith(GENERATED) and share_seeds(part, own),
+                f"eval.seed ({own.seed}) is too close to data.seed ({part.seed}): generated training and held-out "
+                f"prompts would share seeds",
+            )
         except ValueError as error:
             raise ValueError(f"data.sources {data.labels[number]}: {error}" if data.sources else str(error)) from None
 
 
 def check_prompts(data: DataConfig, evaluation: EvalConfig) -> None:
-    """Raises ValueError if a setting is for another kind of prompts, or training and held-out prompts share seeds."""
+    """Raises ValueError if a setting is for another kind of prompts."""
     generated = data.source.startswith(GENERATED)
     refuse_if(
         not generated and data.params,
@@ -156,13 +161,11 @@ def check_prompts(data: DataConfig, evaluation: EvalConfig) -> None:
         generated and evaluation.source is not None,
         "eval.source, or held_out of a source, is for prompt files: generated held-out prompts come from their source",
     )
-    refuse_if(
-        generated
-        and data.seed < evaluation.seed + evaluation.num_prompts
-        and evaluation.seed < data.seed + data.num_prompts,
-        f"eval.seed ({evaluation.seed}) is too close to data.seed ({data.seed}): generated training and held-out "
-        f"prompts would share seeds",
-    )
+
+
+def share_seeds(data: DataConfig, evaluation: EvalConfig) -> bool:
+    """Whether generated training prompts and others that are evaluated on would share seeds."""
+    return data.seed < evaluation.seed + evaluation.num_prompts and evaluation.seed < data.seed + data.num_prompts
 
 
 def check_sets(evaluation: EvalConfig, data: DataConfig, reward: RewardConfig) -> None:
@@ -176,6 +179,7 @@ def check_sets(evaluation: EvalConfig, data: DataConfig, reward: RewardConfig) -
                 f"name a source, or leave num_prompts out"
             )
         try:
-            check_prompts(each.prompts(data) if each.source else data, evaluation.of(each))
+            if each.source:
+                check_prompts(each.prompts(data), evaluation.of(each))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None

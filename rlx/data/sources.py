@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from rlx.config.errors import ConfigError
+from rlx.config.prompt_rules import share_seeds
 from rlx.config.sections.data import GENERATED, DataConfig, EvalConfig, held_out_setting, prompt_addresses
 from rlx.data import reasoning_gym
 from rlx.data.reasoning_gym import ReasoningGymSource
@@ -86,15 +87,28 @@ def check_source(address: str, data: DataConfig, setting: str) -> None:
     find_source(address).check(address, data, setting)
 
 
-def check_splits(data: DataConfig, evaluation: EvalConfig) -> None:
+def check_new_prompts(data: DataConfig, evaluation: EvalConfig) -> None:
     """Checks the prompts of a new run; one that has begun goes on with what it took.
 
     Raises:
-        ConfigError: an address is a folder with files of several splits, or without any.
+        ConfigError: an address is a folder with files of several splits, or without any; generated questions of a set
+            have seeds of training prompts of the same dataset.
     """
     for setting, address in prompt_addresses(data, evaluation).items():
         if find_source(address) is FILES:
             check_one_split(address, setting)
+    _check_set_seeds(data, evaluation)
+
+
+def _check_set_seeds(data: DataConfig, evaluation: EvalConfig) -> None:
+    for each in evaluation.sets:
+        own = evaluation.of(each)
+        for number, part in enumerate(data.parts):
+            if each.source == part.source and find_source(part.source).is_generated and share_seeds(part, own):
+                raise ConfigError(
+                    f"eval.sets {each.name}: its seed ({own.seed}) is too close to that of {data.setting_of(number)} "
+                    f"({part.seed}): its questions and generated training prompts would share seeds"
+                )
 
 
 def first_rows(

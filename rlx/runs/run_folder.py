@@ -367,9 +367,9 @@ def refuse_powers(name: str, folder: Storage, saved: Mapping[str, Any], override
 
 
 def check_start(config: RunConfig, *, is_new: bool = True) -> None:
-    """Raises ConfigError if a run cannot start from its checkpoint, or a new one has several splits in one folder."""
+    """Raises ConfigError if a run cannot start from its checkpoint, or the prompts of a new one do not go together."""
     if is_new and config.checkpoint.init_state != "all":  # which goes on with the prompts of another run
-        sources.check_splits(config.data, config.eval)
+        sources.check_new_prompts(config.data, config.eval)
     if not config.checkpoint.init_from:
         return
     checkpoint = _complete(checkpoint_catalog.read_checkpoint(open_storage(config.checkpoint.init_from, create=False)))

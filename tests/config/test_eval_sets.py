@@ -57,7 +57,6 @@ def test_k_doubles_up_to_the_number_of_samples(samples: int, counts: list[int]) 
         ([{"name": "a", "sampels": 2}], "unknown setting eval.sets.0.sampels; nearest: eval.sets.0.samples$"),
         ([{"name": "a", "reward": {"numeric": 1}}], "eval.sets a: reward.functions has no 'numeric'"),
         ([{"name": "a", "source": "b.jsonl", "params": {"x": 1}}], "eval.sets a: data.params are for reasoning_gym"),
-        ([{"name": "a", "source": "reasoning_gym:spell_backward", "seed": 5}], "would share seeds"),
     ],
 )
 def test_what_does_nothing_or_contradicts_is_refused(sets: list[dict[str, Any]], line: str) -> None:

@@ -325,7 +325,7 @@ def test_a_folder_whose_files_cannot_be_read_as_one_is_refused_with_globs_that_w
 
 def split_problem(address: object) -> str | None:
     try:
-        sources.check_splits(DataConfig(source=str(address)), EvalConfig())
+        sources.check_new_prompts(DataConfig(source=str(address)), EvalConfig())
     except ConfigError as error:
         return str(error)
     return None

@@ -2,17 +2,21 @@
 
 import inspect
 import time
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from reasoning_gym.factory import DATASETS
 
 from rlx.config.errors import ConfigError
-from rlx.config.sections.data import DataConfig, EvalConfig
+from rlx.config.loading import from_tree
+from rlx.config.sections.data import DEFAULT_SOURCE, DataConfig, EvalConfig
 from rlx.data.reasoning_gym import generated_questions, known_params
 from rlx.data.sources import (
     answer_checker,
+    check_new_prompts,
     check_source,
     find_source,
     sample_questions,
@@ -174,3 +178,45 @@ def test_a_task_with_few_questions_is_told_of(most: int, is_told: bool, caplog: 
     share = sum(row["answer"] == "1" for row in training) / len(training)
     assert (share > 0.8) == is_told
     assert ("56% of its training questions are also held out" in caplog.text) == is_told
+
+
+@pytest.mark.parametrize(
+    ("data", "source", "seed", "said"),
+    [
+        (
+            {"sources": [{"source": DEFAULT_SOURCE, "seed": 5000}]},
+            DEFAULT_SOURCE,
+            6000,
+            r"6000\) .* data\.sources\.0\.source \(5000\): its",
+        ),
+        (
+            {"sources": [{"source": DEFAULT_SOURCE, "num_prompts": 20_000}]},
+            DEFAULT_SOURCE,
+            10_000,
+            r"10000\) .* that of data\.sources\.0",
+        ),
+        (
+            {"sources": [{"source": "hf:p"}, {"source": DEFAULT_SOURCE}]},
+            DEFAULT_SOURCE,
+            3,
+            r"that of data\.sources\.1\.source \(0\)",
+        ),
+        (
+            {},
+            DEFAULT_SOURCE,
+            4095,
+            r"^eval\.sets a: its seed \(4095\) is too close to that of data\.source \(0\): its questions",
+        ),
+        ({}, DEFAULT_SOURCE, 4096, None),
+        ({}, "reasoning_gym:leg_counting", 0, None),
+        ({"source": "hf:p"}, DEFAULT_SOURCE, 0, None),
+        ({"source": "hf:p"}, "hf:p", None, None),
+        ({"sources": [{"source": DEFAULT_SOURCE, "seed": 5000}]}, DEFAULT_SOURCE, 0, None),
+    ],
+)
+def test_the_seeds_of_a_set_are_none_of_its_datasets_training_prompts(
+    data: dict[str, Any], source: str, seed: int | None, said: str | None
+) -> None:
+    config = from_tree({"data": data, "eval": {"sets": [{"name": "a", "source": source, "seed": seed}]}})
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        check_new_prompts(config.data, config.eval)

@@ -401,6 +401,12 @@ def test_a_run_starts_from_a_checkpoint_that_fits(tmp_path: Path) -> None:
     run_folder.check_start(starting(place, "weights", train__steps=3, seed=9))  # its own steps, its own prompts
 
 
+def test_only_a_new_run_is_refused_for_seeds_of_a_set(tmp_path: Path) -> None:
+    config = from_tree({"eval": {"sets": [{"name": "s", "source": "reasoning_gym:chain_sum", "seed": 5}]}})
+    assert refusal(config).startswith("eval.sets s: its seed (5) is too close to that of data.source (0)")
+    run_folder.check_start(config, is_new=False)
+
+
 def test_only_a_new_run_is_refused_for_several_splits_in_a_folder(tmp_path: Path) -> None:
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text('{"question": "q", "answer": "a"}\n')
