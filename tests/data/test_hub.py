@@ -1,6 +1,7 @@
 """Hugging Face data sets: the syntax of their addresses, and folders that `save_to_disk` wrote."""
 
 import importlib.util
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from huggingface_hub import constants
 
 from rlx.config.errors import ConfigError
-from rlx.config.sections.data import DataConfig, EvalConfig
+from rlx.config.sections.data import DataConfig, EvalConfig, label_of
 from rlx.data import sources
 from rlx.data.stored import hub
 from rlx.data.stored.hub import HubAddress
@@ -39,8 +40,8 @@ def read(address: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("address", "expected"),
     [
-        ("hf:gsm8k", ("gsm8k", None, "train")),
-        ("hf:openai/gsm8k", ("openai/gsm8k", None, "train")),
+        ("hf:gsm8k", ("gsm8k", None, "")),
+        ("hf:openai/gsm8k", ("openai/gsm8k", None, "")),
         ("hf:openai/gsm8k@test", ("openai/gsm8k", None, "test")),
         ("hf:openai/gsm8k/main@train[:10%]", ("openai/gsm8k", "main", "train[:10%]")),
     ],
@@ -109,6 +110,30 @@ def test_a_folder_may_begin_at_home(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("HOME", str(folder.parent))
     assert sources.resolve("hf:~/splits@test") == f"hf:{folder}@test"
     assert HubAddress.parse("hf:~/splits@test") == HubAddress(str(folder), None, "test", True)
+
+
+def test_the_path_of_a_folder_may_have_the_sign_before_a_split(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = shutil.copytree(folder, tmp_path / "me@corp" / "ds@v2")
+    monkeypatch.chdir(place.parent)
+    for name in ("ds@v2", f"{place}"):
+        assert sources.resolve(f"hf:{name}") == sources.resolve(name) == f"hf:{place}"
+        assert sources.resolve(f"hf:{name}@test") == f"hf:{place}@test"
+    assert HubAddress.parse(f"hf:{place}") == HubAddress(str(place), None, "", True)
+    assert len(read(f"hf:{place}")) == 30 and len(read(f"hf:{place}@test")) == 5
+    assert label_of(f"hf:{tmp_path}/me@corp/ds@test") == label_of(f"{tmp_path}/me@corp/ds.jsonl") == "ds"
+
+
+def test_the_split_of_a_folder_with_one_alone_is_that_one(tmp_path: Path) -> None:
+    rows(3).save_to_disk(tmp_path / "none")
+    test = datasets.Dataset.from_dict({"question": ["q"], "answer": ["1"]}, split="test")
+    test.save_to_disk(tmp_path / "test")
+    assert len(read(f"hf:{tmp_path}/none@train")) == 3
+    assert len(read(f"hf:{tmp_path}/test@test")) == len(read(f"hf:{tmp_path}/test")) == 1
+    for name, split, own in (("none", "nonsense", "train"), ("test", "train", "test")):
+        with pytest.raises(ConfigError, match=rf"{name}@{split}: no split '{split}', it is {own} alone$"):
+            read(f"hf:{tmp_path}/{name}@{split}")
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ class SourceConfig(PromptSettings):
 
 def label_of(source: str) -> str:
     """The data set, file or folder in the address of a source, as a name."""
-    address = source.partition("@")[0].removesuffix("/").partition(":")
+    address = re.sub(r"@[^/@]*$", "", source).removesuffix("/").partition(":")
     last = (address[2] or address[0]).split("/")
     shown = last[1] if address[0] == "hf" and len(last) == 3 else last[-1]
     return re.sub(r"[^A-Za-z0-9_.-]", "_", shown.partition(".")[0])[:40].lstrip("_.-") or "source"

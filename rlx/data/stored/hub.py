@@ -36,21 +36,28 @@ class HubAddress:
 
     name: str  # or the folder
     config: str | None
-    split: str
+    split: str  # empty: the one that there is, or train
     is_folder: bool
 
     @classmethod
     def parse(cls, address: str) -> HubAddress:
         """Raises ValueError if the address is malformed, or names a folder that is none of save_to_disk."""
-        name, _, split = os.path.expanduser(address.removeprefix(HUB)).partition("@")
+        name, split = _name_and_split(address)
         if is_saved_folder(name):
-            return cls(name, None, split or "train", True)
+            return cls(name, None, split, True)
         names = name.split("/")
         if name.startswith((".", "/", "~")) or (name and os.path.isdir(name)):
             raise ValueError(f"{name} is no folder that Dataset.save_to_disk wrote")
         if len(names) > 3 or not all(names):
             raise ValueError(f"expected {_SYNTAX}")
-        return cls("/".join(names[:2]), names[2] if len(names) == 3 else None, split or "train", False)
+        return cls("/".join(names[:2]), names[2] if len(names) == 3 else None, split, False)
+
+
+def _name_and_split(address: str) -> tuple[str, str]:
+    """The name or folder in an address, and the split, empty if none is named; a folder may have @ in its path."""
+    path = os.path.expanduser(address.removeprefix(HUB))
+    name, mark, split = path.rpartition("@")
+    return (name, split) if mark and "/" not in split and not is_saved_folder(path) else (path, "")
 
 
 def is_saved_folder(address: str) -> bool:
@@ -82,8 +89,8 @@ class HubSource(StoredSource):
 
     def resolve(self, address: str) -> str:
         """Returns the address with an absolute path if it names a folder."""
-        name, mark, split = os.path.expanduser(address.removeprefix(HUB)).partition("@")
-        return f"{HUB}{Path(name).resolve()}{mark}{split}" if is_saved_folder(name) else address
+        name, split = _name_and_split(address)
+        return f"{HUB}{Path(name).resolve()}{split and f'@{split}'}" if is_saved_folder(name) else address
 
     def reading(self, address: str, columns: Columns, setting: str) -> Reading:
         parsed = self._parse(address, setting)
@@ -137,11 +144,13 @@ def _load(address: HubAddress) -> Any:
 
     datasets.disable_progress_bars()
     if not address.is_folder:
-        return datasets.load_dataset(address.name, address.config, split=address.split)
+        return datasets.load_dataset(address.name, address.config, split=address.split or "train")
     loaded = datasets.load_from_disk(address.name)
     if isinstance(loaded, datasets.Dataset):
+        if address.split not in ("", own := str(loaded.split or "train")):
+            raise ValueError(f"no split {address.split!r}, it is {own} alone")
         return loaded
-    if address.split not in loaded:
-        hint = nearest(address.split, list(loaded))
-        raise ValueError(f"no split {address.split!r}, it has {', '.join(loaded)}{hint}")
-    return loaded[address.split]
+    split = address.split or "train"
+    if split not in loaded:
+        raise ValueError(f"no split {split!r}, it has {', '.join(loaded)}{nearest(split, list(loaded))}")
+    return loaded[split]
