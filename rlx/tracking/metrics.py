@@ -39,7 +39,8 @@ METRICS = {
     "eval/accuracy": "fraction of held-out prompts answered correctly, greedy decoding",
     "eval/reward": "mean score on held-out prompts, greedy decoding",
     "eval/length": "mean response length on held-out prompts, in tokens",
-    "eval/questions": "how many held-out prompts there are; eval.num_prompts but for prompts that are there twice",
+    "eval/questions": "how many held-out prompts there are, at most eval.num_prompts; generated ones that "
+    "are there twice count once",
     "eval/failed_fraction": "fraction of the held-out prompts whose environment failed; their answers count as wrong",
     "eval/ema/accuracy": "eval/accuracy of the averaged weights (train.ema_decay)",
     "eval/ema/reward": "eval/reward of the averaged weights",
