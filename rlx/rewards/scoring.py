@@ -89,7 +89,14 @@ def score(responses: Sequence[Response], scorers: Mapping[str, Scorer], config: 
 
 def answer_check(config: RewardConfig) -> AnswerCheck | None:
     """What each prompt's answer has to pass when prompts are read; None: any text will do."""
-    return check_tests if "code" in config.functions else None
+    if "code" in config.functions:
+        return check_tests
+    return _check_said if {"task", "exact_match"} & set(config.functions) else None
+
+
+def _check_said(answer: str) -> None:
+    if not answer.strip():
+        raise ValueError("the expected answer is blank: task and exact_match of reward.functions would pay for none")
 
 
 def try_functions(config: RewardConfig, prompts: Sequence[Prompt]) -> None:

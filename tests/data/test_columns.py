@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import pytest
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.sections.data import DataConfig
+from rlx.config.sections.reward import RewardConfig
 from rlx.data import sources
 from rlx.data.reasoning_gym import generated_questions
 from rlx.data.stored import parsers
 from rlx.data.stored.columns import ChatMessage, ColumnError, Columns, conversation
+from rlx.rewards import scoring
 
 
 def user(content: str) -> ChatMessage:
@@ -83,6 +86,20 @@ def test_the_expected_answer_is_the_last_match_in_its_cell() -> None:
     assert Columns(expected=r"\d+").row({"question": "How many?", "answer": 72})["answer"] == "72"
     with pytest.raises(ValueError, match=r"--data.expected-pattern '#### \(\.\+\)' is not in the answer 'about 72'"):
         columns.row({"question": "How many?", "answer": "about 72"})
+    with pytest.raises(ValueError, match=r"'#### \(\.\*\)' finds nothing in the answer '#### '"):
+        Columns(expected="#### (.*)").row({"question": "How many?", "answer": "#### "})
+
+
+@pytest.mark.parametrize(("function", "is_refused"), [("task", True), ("exact_match", True), ("judge", False)])
+def test_a_blank_answer_is_refused_where_it_would_be_paid_for(function: str, is_refused: bool, tmp_path: Path) -> None:
+    (file := tmp_path / "p.jsonl").write_text('{"question": "1?", "answer": "1"}\n{"question": "2?", "answer": " "}\n')
+    check = scoring.answer_check(RewardConfig(functions={function: 1.0}))
+    with (
+        pytest.raises(ConfigError, match=r"p\.jsonl:2: the expected answer is blank: task")
+        if is_refused
+        else nullcontext()
+    ):
+        assert sources.first_rows(DataConfig(source=str(file)), 2, check=check)[1]["answer"] == ""
 
 
 def test_whole_answers_are_learnt_where_part_of_them_is_expected(tmp_path: Path) -> None:

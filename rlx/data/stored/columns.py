@@ -123,6 +123,8 @@ class Columns:
         (found,) = last_matches(self.expected, [answer]) if self.expected else (answer,)
         if found is None:
             raise ValueError(f"--data.expected-pattern {self.expected!r} is not in the answer {answer!r:.200}")
+        if self.expected and not found.strip():
+            raise ValueError(f"--data.expected-pattern {self.expected!r} finds nothing in the answer {answer!r:.200}")
         return found.strip()
 
     def _prompt(self, record: Mapping[str, Any], answer: Any) -> tuple[str, list[ChatMessage] | None]:
