@@ -90,7 +90,7 @@ def test_the_expected_answer_is_the_last_match_in_its_cell() -> None:
         Columns(expected="#### (.*)").row({"question": "How many?", "answer": "#### "})
 
 
-@pytest.mark.parametrize(("function", "is_refused"), [("task", True), ("exact_match", True), ("judge", False)])
+@pytest.mark.parametrize(("function", "is_refused"), [("task", True), ("exact_match", True), ("numeric", False)])
 def test_a_blank_answer_is_refused_where_it_would_be_paid_for(function: str, is_refused: bool, tmp_path: Path) -> None:
     (file := tmp_path / "p.jsonl").write_text('{"question": "1?", "answer": "1"}\n{"question": "2?", "answer": " "}\n')
     check = scoring.answer_check(RewardConfig(functions={function: 1.0}))
@@ -185,12 +185,31 @@ def test_entries_of_cells_are_named_by_dots_unless_a_column_has_that_name() -> N
     assert columns.roots(["extra", "a", "a.b", "more"]) == ["extra", "a.b"]
     with pytest.raises(ValueError, match=r"the answer to '1\?' is None"):
         columns.row({"extra": {"question": "1?"}, "a": None})
-    with pytest.raises(ColumnError, match=r"--data.answer-column a\.b: 'text' has no entries"):
+    with pytest.raises(ValueError, match=r"--data.answer-column a\.b: 'text' has no entries"):
         columns.row({"extra": {"question": "1?"}, "a": "text"})
-    with pytest.raises(
-        ColumnError, match=r"--data.prompt-column extra\.question: no entry 'question', it has questoin"
-    ):
+    with pytest.raises(ValueError, match=r"--data.prompt-column extra\.question: no entry 'question', it has questoin"):
         columns.row({"extra": {"questoin": "1?"}, "a": {"b": 7}})
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+@pytest.mark.parametrize(("cell", "said"), [({}, "no entry 'b', it has none"), ("x", "'x' has no entries")])
+def test_an_entry_that_is_missing_is_refused_with_its_row(cell: Any, said: str, suffix: str, tmp_path: Path) -> None:
+    rows = [{"question": "1?", "a": each} for each in ({"b": 1}, {"b": 2}, cell)]
+    text = json.dumps(rows) if suffix == ".json" else "".join(json.dumps(row) + "\n" for row in rows)
+    (file := tmp_path / f"p{suffix}").write_text(text)
+    place = {".jsonl": ":3", ".json": ": row 3"}[suffix]
+    with pytest.raises(ConfigError, match=rf"p{suffix}{place}: --data\.answer-column a\.b: {said}"):
+        sources.first_rows(DataConfig(source=str(file), answer_column="a.b"), 3)
+
+
+def test_a_message_that_is_no_unicode_is_refused_with_its_row(tmp_path: Path) -> None:
+    chat = [system("\ud800"), user("1?")]
+    rows = [{"question": "1?", "answer": "1", "how": None}, {"question": "1?", "answer": "1", "how": "\udfff"}]
+    (file := tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match=r"p\.jsonl:2: not valid Unicode: a message of the question '1\?'$"):
+        sources.first_rows(DataConfig(source=str(file), system_column="how"), 2)
+    with pytest.raises(ValueError, match=r"^not valid Unicode: a message of the question '1\?'$"):
+        Columns().row({"question": chat, "answer": "1"})
 
 
 def test_a_template_makes_the_question_of_several_cells() -> None:

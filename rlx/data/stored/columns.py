@@ -50,7 +50,7 @@ SCHEMA = pa.schema({"question": pa.string(), "answer": pa.string(), "messages": 
 
 
 class ColumnError(ValueError):
-    """A file has not the columns that are to be read."""
+    """A file has not the columns that are to be read; no row of it is to blame."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,8 @@ class Columns:
                 *(messages or [ChatMessage(role="user", content=question)]),
             ]
         expected = self._expected(clean_answer(question, answer))
+        if not _is_unicode("".join(message["content"] for message in messages or ())):
+            raise ValueError(f"not valid Unicode: a message of the question {question!r:.80}")
         if self.check:
             self.check(expected)
         return {"question": question, "answer": expected, "messages": messages}
@@ -164,9 +166,9 @@ class Columns:
             if value is None:
                 return None
             if not isinstance(value, Mapping):
-                raise ColumnError(f"{self.settings[path]} {path}: {value!r:.80} has no entries")
+                raise ValueError(f"{self.settings[path]} {path}: {value!r:.80} has no entries")
             if name not in value and value is not record:
-                raise ColumnError(f"{self.settings[path]} {path}: {_no_entry(name, list(value))}")
+                raise ValueError(f"{self.settings[path]} {path}: {_no_entry(name, list(value))}")
             value = value.get(name)
         return value
 
@@ -268,11 +270,18 @@ def clean_answer(question: str, answer: Any) -> str:
     """Returns an answer as text; raises ValueError if there is none, or it or the question is no Unicode."""
     if _is_missing(answer) or isinstance(answer, list | dict):
         raise ValueError(f"the answer to {question!r:.80} is {answer!r:.80}, expected text or a number")
-    try:
-        f"{question}{answer}".encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"not valid Unicode: {question!r:.80} or its answer {answer!r:.80}") from None
+    if not _is_unicode(f"{question}{answer}"):
+        raise ValueError(f"not valid Unicode: {question!r:.80} or its answer {answer!r:.80}")
     return _as_text(answer)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair alone, which JSON can write and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_missing(cell: Any) -> bool:
