@@ -21,6 +21,8 @@ from rlx.storage.filesystem import Storage
 
 RECORD = "prompts.json"
 """file in the folder of a run; earlier versions of rlx wrote none"""
+PUT_BACK = "put back what was there, or start a new run from its weights (--from)"
+"""what to do about prompts that have changed"""
 
 
 class KnownTable(BaseModel):
@@ -69,7 +71,7 @@ def check_record(
             which = "held-out prompts" if name.startswith("held_out") else "prompts"
             raise ConfigError(
                 f"{places[name]}: its {which} are not those of run {run.name}, which cannot change now: {difference}: "
-                "put back what was there, or start a new run with --from"
+                f"{PUT_BACK}"
             )
 
 

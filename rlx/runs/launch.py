@@ -21,14 +21,14 @@ import yaml
 
 from rlx.cluster import nodes
 from rlx.cluster.nodes import FolderCopies
-from rlx.config.errors import one_line
+from rlx.config.errors import ConfigError, one_line
 from rlx.config.loading import from_tree
 from rlx.config.sections.base import flatten
 from rlx.config.sections.data import prompt_addresses
 from rlx.data.blocks import rows_of
 from rlx.data.mixture import JoinedRows
-from rlx.data.record import RECORD, check_record, prompt_record
-from rlx.data.sources import FILES, find_source, table_names
+from rlx.data.record import PUT_BACK, RECORD, check_record, prompt_record
+from rlx.data.sources import FILES, find_source, table_names, table_places
 from rlx.data.stored.files import find_files
 from rlx.data.stream import check_cursor
 from rlx.models.folder import is_model_folder
@@ -192,8 +192,12 @@ def _check_prompts(prepared: PreparedRun, folder: Storage) -> None:
         found = [checkpoint_catalog.read_checkpoint(open_storage(config.checkpoint.init_from, create=False))]
     if found and (manifest := found[-1].manifest):
         tables = prepared.tables or {}
-        rows = JoinedRows(tuple(rows_of(tables[name]) for name in table_names(config.data, "train")))
-        check_cursor(manifest.cursor, rows, config.seed)
+        names, places = table_names(config.data, "train"), table_places(config.data, config.eval)
+        try:
+            check_cursor(manifest.cursor, JoinedRows(tuple(rows_of(tables[name]) for name in names)), config.seed)
+        except ConfigError as error:
+            of = " or ".join(dict.fromkeys(places[name] for name in names))
+            raise ConfigError(f"{of}: {error}: {PUT_BACK}") from None
 
 
 def bring_folders(prepared: PreparedRun) -> FolderCopies | None:

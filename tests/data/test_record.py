@@ -53,7 +53,7 @@ def test_prompts_that_changed_are_refused_by_their_setting(
     with pytest.raises(ConfigError) as refused:
         check_record(folder, *prompts(table, column))
     said = f"{place} are not those of run try1, which cannot change now: their {what} differ: put back what was there"
-    assert str(refused.value) == f"{said}, or start a new run with --from"
+    assert str(refused.value) == f"{said}, or start a new run from its weights (--from)"
 
 
 def test_what_is_evaluated_on_may_be_chosen_anew(folder: Storage) -> None:

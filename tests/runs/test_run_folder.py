@@ -20,7 +20,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig, sections
 from rlx.data import record
-from rlx.data.record import prompt_record
+from rlx.data.record import PUT_BACK, prompt_record
 from rlx.data.stream import Share, TableRows
 from rlx.runs import launch, run_folder
 from rlx.runs.launch import Parent
@@ -538,7 +538,9 @@ def test_a_run_goes_on_with_its_own_prompts_or_changes_nothing(
     (folder / "prompts.json").write_text(prompt_record(config.data, config.eval, {"held_out": saw}))
     ready = PreparedRun(config, "model", plan_resources(config), tables=tables)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(ConfigError, match=r"prompts are not those of .*run.*: their texts or tokens differ"):
+    with pytest.raises(
+        ConfigError, match=rf"^data\.source reasoning.*: their texts or tokens differ: {re.escape(PUT_BACK)}$"
+    ):
         launch.run(ready, folder, resume=state != "all", parent=Parent(folder), notify=print, processes=NoProcesses())
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
