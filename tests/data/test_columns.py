@@ -72,6 +72,19 @@ def test_a_conversation_as_python_prints_it_is_refused_with_its_row(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (json.dumps([system("Add."), user("1 + 1?")])[:-5], "malformed JSON: "),
+        (json.dumps([user("1?"), {"role": "assistant"}]), "a message of it has no role or no content$"),
+        (' [ {"role" : "user"}]', "a message of it has no role or no content$"),
+    ],
+)
+def test_a_conversation_in_json_that_cannot_be_read_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=rf"^a conversation cannot be read, '.*: {said}"):
+        Columns().row({"question": text, "answer": 1})
+
+
+@pytest.mark.parametrize(
     "text", ["[]", "[1, 2]", "[{'a': 1}]", '[{"role": "admin"}]', '[{"a": 1}, 2]', "[x] or not?", "[" * 99_999]
 )
 def test_other_text_in_brackets_is_a_question(text: str) -> None:

@@ -28,6 +28,9 @@ _PRINTED = re.compile(rf"\s*\[\s*{{\s*(?=').*'role': '(?:{'|'.join(_ROLES)})'", 
 """messages as pandas writes a column of lists into a CSV file"""
 _CALLS = ("tool_calls", "function_call")
 """what a message has beside its content if it calls tools"""
+_SAID = {"content", *_CALLS}
+_BEGUN = re.compile(rf'\s*\[\s*{{\s*"role"\s*:\s*"(?:{"|".join(_ROLES)})"\s*[,}}]')
+"""how a conversation begins as JSON"""
 
 
 class ChatMessage(TypedDict):
@@ -195,7 +198,7 @@ def _from_json(cell: str) -> str | list[Any]:
     """The messages in a cell that is a conversation as JSON, as formats without lists have it; else the cell itself.
 
     Raises:
-        ValueError: it is a conversation as Python prints it.
+        ValueError: it is a conversation as Python prints it, or begins as one in JSON and is none.
     """
     if not cell.lstrip().startswith("["):
         return cell
@@ -203,13 +206,14 @@ def _from_json(cell: str) -> str | list[Any]:
         way = "write this column with json.dumps, or the file as Parquet"
         raise ValueError(f"messages written by Python, not JSON: {cell!r:.80}; {way}")
     try:
-        found = json.loads(cell)
-    except (ValueError, RecursionError):
-        return cell
-    are_messages = all(
-        isinstance(each, dict) and "role" in each and each.keys() & {"content", *_CALLS} for each in found
-    )
-    return found if found and are_messages else cell
+        found, reason = json.loads(cell), "a message of it has no role or no content"
+    except (ValueError, RecursionError) as error:
+        found, reason = [], f"malformed JSON: {error}"
+    if found and all(isinstance(each, dict) and "role" in each and each.keys() & _SAID for each in found):
+        return found
+    if _BEGUN.match(cell):
+        raise ValueError(f"a conversation cannot be read, {cell!r:.80}: {reason}")
+    return cell
 
 
 def conversation(given: Sequence[Any]) -> list[ChatMessage]:
