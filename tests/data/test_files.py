@@ -247,6 +247,14 @@ def test_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sources.resolve("train-?.jsonl") == f"{tmp_path}/train-?.jsonl"
 
 
+@pytest.mark.parametrize("name", ["_mine.jsonl", ".mine.jsonl"])
+def test_a_hidden_file_is_read_by_its_own_name_alone(name: str, tmp_path: Path) -> None:
+    jsonl(tmp_path / name, records(0, 2))
+    jsonl(tmp_path / "p.jsonl", records(2, 5))
+    assert answers(str(tmp_path / name)) == numbers(0, 2)
+    assert answers(str(tmp_path)) == answers(str(tmp_path / "*.jsonl")) == numbers(2, 5)
+
+
 def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path: Path) -> None:
     jsonl(tmp_path / "p[1].jsonl", records(0, 2))
     assert answers(str(tmp_path / "p[1].jsonl")) == ["000", "001"]

@@ -176,9 +176,11 @@ class _Place:
         return cls(storage.filesystem, storage.path, f"{address.partition('://')[0]}://", address[len(plain) :])
 
     def prompt_files(self, infos: Sequence[fs.FileInfo]) -> list[PromptFile]:
-        """Returns those of some files that may have prompts, sorted by path."""
+        """Returns those of some files that may have prompts, sorted by path; hidden ones only by their own name."""
         found = [
-            PromptFile(f"{self.prefix}{each.path}", each.path, each.size) for each in infos if _is_prompt_file(each)
+            PromptFile(f"{self.prefix}{each.path}", each.path, each.size)
+            for each in infos
+            if _is_prompt_file(each) and (each.path == self.path or not each.base_name.startswith((".", "_")))
         ]
         return sorted(found, key=lambda file: file.path)
 
@@ -300,8 +302,7 @@ def _is_glob(path: str) -> bool:
 
 
 def _is_prompt_file(info: fs.FileInfo) -> bool:
-    is_hidden = info.base_name.startswith((".", "_"))
-    return info.type == fs.FileType.File and not is_hidden and bool(parsers.suffix_of(info.path))
+    return info.type == fs.FileType.File and bool(parsers.suffix_of(info.path))
 
 
 def _matching(filesystem: fs.FileSystem, pattern: str) -> list[fs.FileInfo]:
