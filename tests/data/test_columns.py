@@ -3,6 +3,7 @@
 import json
 import math
 from contextlib import nullcontext
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,14 @@ def test_bytes_are_the_text_that_they_hold(template: str | None) -> None:
     assert next(rows) == {"question": "½ of 84?", "answer": "42", "messages": messages}
     with pytest.raises(ValueError, match=r"^row 2: answer is b'\\xff', expected text: these bytes are not UTF-8$"):
         next(rows)
+
+
+def test_decimals_are_numbers() -> None:
+    cells = [Decimal("3.00"), Decimal("-2.50"), Decimal("0.0000001"), Decimal(10) ** 20]
+    table = pa.table({"a": pa.array(cells, pa.decimal128(38, 7)), "answer": pa.array(cells, pa.decimal128(38, 7))})
+    rows = list(parsers.table_rows(table, Columns(template="{a} ="), 0))
+    answers = ["3", "-2.5000000", "0.0000001", "1" + "0" * 20]
+    assert [(row["question"], row["answer"]) for row in rows] == [(f"{each} =", each) for each in answers]
 
 
 def test_numbers_of_single_precision_have_their_shortest_text() -> None:

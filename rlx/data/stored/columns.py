@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, TypedDict
 
 import pyarrow as pa
@@ -148,7 +149,7 @@ class Columns:
 
     def _filled(self, record: Mapping[str, Any], column: str) -> str:
         cell = self._cell(record, column) if column else ""
-        if not isinstance(cell, str | int | float) or _is_missing(cell):
+        if not isinstance(cell, str | int | float | Decimal) or _is_missing(cell):
             raise ValueError(f"{column} is {cell!r:.80}, expected text or a number for data.prompt_template")
         return _as_text(cell)
 
@@ -295,6 +296,8 @@ def _is_missing(cell: Any) -> bool:
 def _as_text(cell: Any) -> str:
     if isinstance(cell, bool):  # as JSON and most CSV files write it, not as Python does
         return json.dumps(cell)
+    if isinstance(cell, Decimal):  # of Parquet, with as many digits after the point in each row; never with an exponent
+        return str(int(cell)) if cell == int(cell) else f"{cell:f}"
     # pandas writes integers as floats when their column has a missing value.
     is_integer = isinstance(cell, float) and cell.is_integer() and abs(cell) < 2**53
     return str(int(cell) if is_integer else cell)
