@@ -24,6 +24,7 @@ _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.tiktoken")
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")  # which transformers loads
 _LARGEST_HEADER = 100 << 20  # bytes, as safetensors has it
 _CHECKPOINT_BYTES, _AVERAGE_BYTES = 12, 4  # of each number, in float32: with AdamW's two averages; train.ema_decay's
+_SCORING_LAYERS = ("score", "classif")  # in the names of the weights that give a sequence its score
 _PLAIN_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1, "lm_head_multiplier": 1}
 """what Gemma 2, Cohere, Granite and Falcon H1 call a change of their logits, and the value that changes nothing"""
 
@@ -184,7 +185,7 @@ def _check_logits(folder: str, name: str, setting: str) -> None:
     Log-probabilities are computed from these logits as they are. Models that change them in a way that is not known
     here are refused when they are loaded (`loading.load_policy`).
     """
-    if setting == "model.critic_path":  # its logits are not used
+    if setting in ("model.critic_path", "reward.model"):  # their logits are not used
         return
     content = _config_json(folder, setting)
     of_text = content.get("text_config")  # where a model also takes images
@@ -195,6 +196,29 @@ def _check_logits(folder: str, name: str, setting: str) -> None:
                     f"{setting} {name}: {key} {part[key]} in its config.json changes the logits of its output layer, "
                     f"which rlx does not train: take a model that leaves them, such as Llama, Qwen or Gemma 3"
                 )
+
+
+def check_classifier(path: str, setting: str) -> None:
+    """Raises ConfigError if a model's folder lacks files, or plainly holds no sequence classifier with one label.
+
+    A model with code of its own may call its layers as it likes, and weights in other files than safetensors are not
+    looked at: whoever loads it says what is wrong.
+    """
+    check_model_files(path, setting)
+    content = _config_json(path, setting)
+    layers = [name for file in Path(path).glob("*.safetensors") for name, _ in _tensors(file)]
+    has_score = any(part in name for name in layers for part in _SCORING_LAYERS)
+    if (
+        layers
+        and not has_score
+        and "auto_map" not in content
+        and "Classification" not in str(content.get("architectures"))
+    ):
+        raise ConfigError(f"{setting} {path}: not a sequence classifier, its weights have no layer that scores")
+    named = content.get("id2label")
+    labels = len(named) if isinstance(named, dict) else content.get("num_labels", 2)  # as transformers reads it
+    if labels != 1:
+        raise ConfigError(f"{setting} {path}: its classifier has {labels} labels, expected 1")
 
 
 def check_same_tokens(path: str, other: str, setting: str) -> None:
@@ -234,7 +258,7 @@ def _check_json(file: Path, setting: str) -> None:
 def count_parameters(path: str) -> int:
     """Returns how many numbers the safetensors files of a model's folder hold; 0 if it has none that can be read."""
     files = sorted(Path(path).glob("*.safetensors"))
-    return sum(math.prod(entry["shape"]) for file in files for entry in _tensors(file))
+    return sum(math.prod(entry["shape"]) for file in files for _, entry in _tensors(file))
 
 
 def checkpoint_bytes(path: str, model: ModelConfig, train: TrainConfig, critic: str) -> int:
@@ -247,12 +271,12 @@ def checkpoint_bytes(path: str, model: ModelConfig, train: TrainConfig, critic: 
     return size + (count_parameters(model.critic_path or path) * _CHECKPOINT_BYTES if critic == "separate" else 0)
 
 
-def _tensors(file: Path) -> Iterator[dict[str, Any]]:
-    """Yields what the header of a safetensors file says of each tensor; nothing if the file is damaged."""
+def _tensors(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields each tensor's name and what the header of a safetensors file says of it; nothing if it is damaged."""
     try:
         with file.open("rb") as stream:
             (size,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(size)) if size < _LARGEST_HEADER else {}
-        yield from (entry for name, entry in header.items() if name != "__metadata__")
+        yield from (item for item in header.items() if item[0] != "__metadata__")
     except (struct.error, ValueError, AttributeError):  # whoever loads the weights says what is wrong
         return

@@ -20,7 +20,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlx.actors import CallError, CallTimeoutError, wait_for
+from rlx.actors import CallError, CallFailedError, CallTimeoutError, wait_for
 from rlx.config.errors import ConfigError
 from rlx.types import Response
 
@@ -185,21 +185,29 @@ class RewardModel:
             batch_tokens: maximum number of tokens of one forward pass, padding included.
             system: system message of the chats that are scored.
             bring: called first: brings the model's folder to this node.
-
-        Raises:
-            ConfigError: see `load_classifier`.
         """
         if bring:
             bring()
-        self._classifier = load_classifier(model, trust_remote_code=trust_remote_code)
         self._batch_tokens, self._system = batch_tokens, system
+        self._refusal: ConfigError | None = None
+        try:
+            self._classifier = load_classifier(model, trust_remote_code=trust_remote_code)
+        except ConfigError as error:  # raised here, it would look to callers like the death of the process
+            self._refusal = error
+            return
         if on_gpu:
             self._classifier.model.to("cuda").bfloat16()
 
     def score(self, exchanges: Sequence[Exchange]) -> list[float]:
-        """One score per exchange, in their order."""
+        """One score per exchange, in their order.
+
+        Raises:
+            ConfigError: the model could not be loaded, see `load_classifier`.
+        """
         import torch
 
+        if self._refusal:
+            raise self._refusal
         rows = self._classifier.encode(exchanges, self._system)
         scores = [0.0] * len(rows)
         with torch.inference_mode():
@@ -244,6 +252,7 @@ class ModelReward:
         """One score per response, in their order.
 
         Raises:
+            ConfigError: the model is none that scores; another attempt would find the same.
             RewardModelError: a replica failed, died at each of its attempts, or did not answer in time.
         """
         order = [(self.first + i) % len(self.replicas) for i in range(len(self.replicas))]
@@ -267,4 +276,6 @@ class ModelReward:
         except CallTimeoutError:
             raise RewardModelError(f"reward model {replica} did not answer within {self.timeout_s:g} s") from None
         except CallError as error:
+            if isinstance(error, CallFailedError) and isinstance(error.cause, ConfigError):
+                raise error.cause from None
             raise RewardModelError(" ".join(str(error).split())) from None

@@ -41,6 +41,7 @@ from rlx.environments.base import load_environment
 from rlx.environments.trial import try_environment
 from rlx.models.folder import (
     ModelShape,
+    check_classifier,
     check_hub_name,
     check_model_files,
     check_same_tokens,
@@ -258,8 +259,8 @@ def check_rewards(reward: RewardConfig) -> None:
     custom.check_functions(reward)
     if "code" in reward.functions:
         Sandbox.open(strict=reward.sandbox == "strict")
-    if reward.model:
-        is_model_folder(reward.model, "reward.model")
+    if reward.model and is_model_folder(reward.model, "reward.model"):
+        check_classifier(reward.model, "reward.model")
     if reward.url:
         remote.RemoteReward.from_config(reward)
     if reward.judge_url:

@@ -12,6 +12,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 
 from rlx.config.errors import ConfigError
+from rlx.config.sections.reward import RewardConfig
 from rlx.models.tiny import build_tokenizer
 from rlx.rewards.reward_model import (
     Exchange,
@@ -23,6 +24,7 @@ from rlx.rewards.reward_model import (
     start_reward_models,
     token_batches,
 )
+from rlx.runs.preflight import check_rewards
 from rlx.types import Prompt, Response
 
 PAIRS = [Exchange(f"{'what is ' * (i % 7)}{i} + 1 =", "9" * (1 + i * 5 % 11)) for i in range(40)]
@@ -177,6 +179,30 @@ def test_what_is_no_reward_model_is_refused(tiny_model: Path, name: str, reason:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("tied", "not a sequence classifier, its weights have no layer that scores"),
+        ("three", "its classifier has 3 labels, expected 1"),
+        ("two", "its classifier has 2 labels, expected 1"),  # which config.json does not say
+        ("bare", "it has no tokenizer (tokenizer.json): tokenizer.save_pretrained writes it"),
+    ],
+)
+def test_what_is_no_reward_model_is_refused_before_anything_starts(
+    tiny_model: Path, decoder: Path, encoder: Path, name: str, reason: str
+) -> None:
+    folder = tiny_model.with_name(name)
+    if name in ("two", "three"):
+        classifier_at(folder, tiny_model, labels=2 if name == "two" else 3)
+    if name == "bare":
+        AutoModelForSequenceClassification.from_pretrained(decoder).save_pretrained(folder)
+    for good in (decoder, encoder):
+        check_rewards(RewardConfig(functions={"model": 1}, model=str(good)))
+    with pytest.raises(ConfigError) as error:
+        check_rewards(RewardConfig(functions={"model": 1}, model=str(folder)))
+    assert str(error.value) == f"reward.model {folder}: {reason}"
+
+
 # --- actors
 
 
@@ -243,12 +269,17 @@ def test_a_failing_replica_is_named_with_the_reason(replicas: list[Any]) -> None
 
 
 @pytest.mark.slow
-def test_a_replica_that_cannot_start_or_is_gone_is_named(ray_cluster: None, decoder: Path, tiny_model: Path) -> None:
-    for model, reason in ((decoder, r".+"), (tiny_model, r".*reward\.model .*tied: not a sequence classifier.*")):
-        for actors in started(str(model), 1):
-            reward = ModelReward(actors, PATIENCE)
-            if model == decoder:
-                reward([])
-                ray.kill(actors[0])
-            with pytest.raises(RewardModelError, match=rf"^reward model 0 died: {reason}$"):
-                reward(responses(PAIRS))
+def test_a_replica_that_is_gone_is_named(ray_cluster: None, decoder: Path) -> None:
+    for actors in started(str(decoder), 1):
+        reward = ModelReward(actors, PATIENCE)
+        reward([])
+        ray.kill(actors[0])
+        with pytest.raises(RewardModelError, match=r"^reward model 0 died: .+$"):
+            reward(responses(PAIRS))
+
+
+def test_a_model_that_does_not_score_is_an_error_of_the_settings(ray_cluster: None, tiny_model: Path) -> None:
+    """Such an error ends a run; a dead actor would have the workers restarted."""
+    for actors in started(str(tiny_model), 1):
+        with pytest.raises(ConfigError, match=r"^reward\.model .*tied: not a sequence classifier, it lacks"):
+            ModelReward(actors, PATIENCE)([])
