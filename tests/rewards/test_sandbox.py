@@ -563,6 +563,30 @@ def test_answers_without_tests_are_refused_before_the_start(answer: str) -> None
         scoring.try_functions(config(), [Prompt(6, (), "?", PAIRS), Prompt(7, (), "?", answer)])
 
 
+@pytest.mark.parametrize(
+    ("imported", "test", "module"),
+    [
+        ("import pytest", "def test_f():\n    with pytest.raises(ValueError): f(-1)", "pytest"),
+        ("import math, numpy.linalg as la", "assert la.norm(f(1)) == 1", "numpy"),
+        ("import main", "assert main.f(1) == 1", "main"),
+        ("import pytest", "assert f(1) == 1", None),
+        ("from main import f", "assert f(1) == 1", None),
+        ("import os.path, solution as s, program", "assert s.f(1) == program.f(1) == os.path.sep", None),
+        ("try: import numpy\nexcept ImportError: numpy = None", "assert numpy or f(1)", None),
+    ],
+)
+def test_tests_that_use_a_module_that_is_not_there_are_refused_before_the_start(
+    imported: str, test: str, module: str | None
+) -> None:
+    prompts = [Prompt(7, (), "?", f"{imported}\n{test}")]
+    if module is None:
+        scoring.try_functions(config(), prompts)
+        return
+    problem = rf"reward code: the answer of prompt 7 holds no tests: no program passes those that use {module}, since"
+    with pytest.raises(ConfigError, match=problem):
+        scoring.try_functions(config(), prompts)
+
+
 @pytest.mark.parametrize("answer", ["assert f(1) == '\\d'", PAIRS])
 def test_the_tests_of_100_000_prompts_are_looked_at_in_seconds(
     answer: str, recwarn: pytest.WarningsRecorder, capfd: pytest.CaptureFixture[str]

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections.reward import RewardConfig
-from rlx.rewards.sandbox.inside.unit_tests import count_tests
+from rlx.rewards.sandbox.inside.unit_tests import count_tests, missing_module
 from rlx.rewards.sandbox.pool import Limits, Program, Ran, Sandbox, SandboxError
 from rlx.types import MarkedScores, Prompt, Response
 
@@ -75,10 +75,12 @@ def _problem(answer: str) -> str | None:
         tests = Tests.of(answer)
         with warnings.catch_warnings():  # Python tells of each unknown escape in a text
             warnings.simplefilter("ignore")
-            has_tests = bool(tests.pairs or count_tests(ast.parse(tests.asserts, "tests")))
+            tree = ast.parse(tests.asserts, "tests")
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
         return " ".join(str(error).split()) or type(error).__name__
-    return None if has_tests else "Python without a test"
+    if module := missing_module(tree):
+        return f"no program passes those that use {module}, since only Python's own modules are there"
+    return None if tests.pairs or count_tests(tree) else "Python without a test"
 
 
 def program_in(text: str) -> str:

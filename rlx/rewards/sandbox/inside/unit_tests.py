@@ -184,6 +184,18 @@ def count_tests(tree: ast.Module) -> int:
     return sum(_is_test(each) or _is_test_function(each) for each in tree.body)
 
 
+def missing_module(tree: ast.Module) -> str | None:
+    """A module that tests import at the top and use, but do not have; None if there is none.
+
+    What they import from such a module is no matter: the program may define those names.
+    """
+    imports = [name for each in tree.body if isinstance(each, ast.Import) for name in each.names]
+    given = {*sys.stdlib_module_names, *_NAMES_OF_PROGRAM}
+    missing = {name.asname or root: root for name in imports if (root := name.name.partition(".")[0]) not in given}
+    used = (missing.get(node.id) for node in ast.walk(tree) if isinstance(node, ast.Name)) if missing else iter(())
+    return next((module for module in used if module), None)
+
+
 def _is_test(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.Expr):
         return not isinstance(statement.value, ast.Constant)
