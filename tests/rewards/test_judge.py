@@ -21,7 +21,7 @@ from rlx.rewards.custom import RewardError
 from rlx.rewards.json_server import MAX_ANSWER_BYTES
 from rlx.rewards.judge import cache as cache_module
 from rlx.rewards.judge.cache import ReplyCache, key_of
-from rlx.rewards.judge.rubric import RANK, SCORE, Rubric, ranks, rubric_text, shuffled
+from rlx.rewards.judge.rubric import RANK, SCORE, Reply, Rubric, ranks, rubric_text, shuffled
 from rlx.rewards.judge.scorer import Judge
 from rlx.runs.preflight import absolute_paths, check_rewards
 from rlx.storage.filesystem import Storage
@@ -88,8 +88,9 @@ def chat() -> Iterator[Callable[[Answer], Chat]]:
         yield start
 
 
-def chat_body(content: Any) -> str:
-    return json.dumps({"choices": [{"message": {"role": "assistant", "content": content}}]})
+def chat_body(content: Any, finish_reason: str = "stop") -> str:
+    message = {"role": "assistant", "content": content}
+    return json.dumps({"choices": [{"message": message, "finish_reason": finish_reason}]})
 
 
 def by_length(text: str) -> str:
@@ -207,6 +208,36 @@ def test_replies_without_a_score_get_the_default_and_are_counted(chat: Callable[
     assert judge(server.url, judge_default=0.25)(rows) == MarkedScores(
         [0.25, 0.25, 0.25, 0.8], {"judge_failed": [1.0, 1.0, 1.0, 0.0]}
     )
+
+
+THOUGHT = "<think>It might deserve Score: 2 at first, but"
+
+
+def test_a_reply_that_was_cut_has_no_score_also_from_the_kept_ones(
+    chat: Callable[[Answer], Chat], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was cut may be thinking, whatever tags it has, and `Score: 1` the half of `Score: 10`."""
+    server = chat(lambda text: (200, chat_body("Hm. Score: 1", "length" if "<cut>" in text else "stop")))
+    for _ in range(2):
+        rows = [response("<cut>"), response("<whole>")]
+        scores = judge(server.url, ReplyCache(Storage.local(tmp_path)), judge_default=0.5)(rows)
+        assert scores == MarkedScores([0.5, 0.1], {"judge_failed": [1.0, 0.0]})
+    assert len(server.requests) == 2
+    assert "(first: 'Hm. Score: 1', which reward.judge_max_tokens cut)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        (THOUGHT, None),
+        (f"\n{THOUGHT} no.</think>\nI will not say.", None),
+        (f"{THOUGHT} no.</think>\nScore: 8", 0.8),
+        ("Score: 2? No.</think>Score: 8", 0.8),  # the chat template has opened it
+        ("The answer has <think> in it. Score: 3", 0.3),
+    ],
+)
+def test_a_score_stands_behind_the_thinking(reply: str, score: float | None) -> None:
+    assert Rubric.from_config(config()).score(Reply(reply).conclusion) == score
 
 
 def test_equal_completions_are_judged_once(chat: Callable[[Answer], Chat]) -> None:
@@ -373,7 +404,7 @@ def test_files_that_hold_no_replies_are_passed_over(tmp_path: Path, caplog: pyte
         (tmp_path / f"{name}.jsonl").write_text(text)
     (tmp_path / "f.jsonl").write_bytes(b"\xff")
     (tmp_path / "other.txt").write_text("{")
-    assert ReplyCache(Storage.local(tmp_path)).get("k") == "Score: 1"
+    assert ReplyCache(Storage.local(tmp_path)).get("k") == Reply("Score: 1")
     assert len([line for line in caplog.messages if "holds no replies" in line]) == 5
 
 
@@ -391,9 +422,9 @@ def test_memory_holds_replies_of_a_limited_size(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(cache_module, "_MOST", 10)
     cache = ReplyCache(Storage.local(tmp_path))
     for key, reply in (("a", "1234"), ("b", "12345678"), ("b", "1234"), ("c", "123456")):
-        cache.add(key, reply)
-    assert [cache.get(key) for key in "abc"] == [None, "1234", "123456"]
-    cache.add("d", "x" * 11)
+        cache.add(key, Reply(reply))
+    assert [cache.get(key) for key in "abc"] == [None, Reply("1234"), Reply("123456")]
+    cache.add("d", Reply("x" * 11))
     assert [cache.get(key) for key in "bcd"] == [None] * 3
     cache.flush()
     read = ReplyCache(Storage.local(tmp_path))  # the last reply is too long

@@ -109,7 +109,7 @@ class RewardConfig(Section):
     judge_default: float = 0.0
     """score of a completion without a readable reply; reward/judge_failed is the share of these"""
     judge_max_tokens: PositiveInt = 512
-    """longest reply of a judge"""
+    """longest reply of a judge, its thinking included; one that is cut has no score"""
     judge_seed: int = 0
     """seed that is sent with each request, and that the order of completions in a ranking follows from"""
     judge_parallel: PositiveInt = 8

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import Protocol, Self
 
+from rlx.rewards.judge.rubric import Reply
+
 _LOG = logging.getLogger("rlx")
 _READERS = 16
 _MOST = 200_000_000  # characters in memory; the replies that were added first are forgotten first
@@ -48,8 +50,8 @@ class ReplyCache:
     def __init__(self, folder: Folder | None = None) -> None:
         """Reads the replies that the folder holds; what cannot be read there is asked again."""
         self._folder, self._lock = folder, Lock()
-        self._new: dict[str, str] = {}
-        self._replies: dict[str, str] = {}
+        self._new: dict[str, Reply] = {}
+        self._replies: dict[str, Reply] = {}
         self._size = 0  # of all replies, in characters
         names = [name for name in folder.names() if name.endswith(".jsonl")] if folder else []
         with ThreadPoolExecutor(_READERS) as pool:
@@ -57,7 +59,7 @@ class ReplyCache:
                 for key, reply in replies.items():
                     self._remember(key, reply)
 
-    def _read(self, name: str) -> dict[str, str]:
+    def _read(self, name: str) -> dict[str, Reply]:
         assert self._folder
         try:
             return dict(_lines(self._folder / name))
@@ -65,22 +67,22 @@ class ReplyCache:
             _LOG.warning("reward judge: %s holds no replies, they are asked for again: %s", name, error)
             return {}
 
-    def get(self, key: str) -> str | None:
+    def get(self, key: str) -> Reply | None:
         """The reply to a request; None if it is not known."""
         with self._lock:
             return self._replies.get(key)
 
-    def add(self, key: str, reply: str) -> None:
+    def add(self, key: str, reply: Reply) -> None:
         """Keeps a reply; `flush` writes it."""
         with self._lock:
             self._new[key] = reply
             self._remember(key, reply)
 
-    def _remember(self, key: str, reply: str) -> None:
-        self._size += len(reply) - len(self._replies.pop(key, ""))
+    def _remember(self, key: str, reply: Reply) -> None:
+        self._size += len(reply.text) - len(self._replies.pop(key, Reply("")).text)
         self._replies[key] = reply
         while self._size > _MOST:
-            self._size -= len(self._replies.pop(next(iter(self._replies))))
+            self._size -= len(self._replies.pop(next(iter(self._replies))).text)
 
     def flush(self) -> None:
         """Writes the replies that are new. A folder that cannot be written costs requests, not the run."""
@@ -88,14 +90,18 @@ class ReplyCache:
             new, self._new = self._new, {}
         if not new or self._folder is None:
             return
-        text = "".join(json.dumps({"request": key, "reply": reply}) + "\n" for key, reply in new.items())
+        text = "".join(_line(key, reply) + "\n" for key, reply in new.items())
         try:
             (self._folder / f"{uuid.uuid4().hex}.jsonl").write_text(text)
         except OSError as error:
             _LOG.warning("reward judge: replies are not kept, a resume asks for them again: %s", error)
 
 
-def _lines(file: Folder) -> Iterator[tuple[str, str]]:
+def _line(key: str, reply: Reply) -> str:
+    return json.dumps({"request": key, "reply": reply.text} | ({"cut": True} if reply.is_cut else {}))
+
+
+def _lines(file: Folder) -> Iterator[tuple[str, Reply]]:
     for line in file.read_text().splitlines():
         row = json.loads(line)
-        yield str(row["request"]), str(row["reply"])
+        yield str(row["request"]), Reply(str(row["reply"]), bool(row.get("cut")))

@@ -71,6 +71,22 @@ _NEEDED = {"score": "{completion}", "rank": "{completions}"}
 
 
 @dataclass(frozen=True)
+class Reply:
+    """What a judge wrote."""
+
+    text: str
+    is_cut: bool = False  # at reward.judge_max_tokens
+
+    @property
+    def conclusion(self) -> str:
+        """Where a verdict may stand: behind the thinking. A number in what was cut may be one in passing, or half of
+        one, so that has no conclusion."""
+        _, end, after = self.text.rpartition("</think>")
+        is_open = not end and after.lstrip().startswith("<think>")
+        return "" if self.is_cut or is_open else after
+
+
+@dataclass(frozen=True)
 class Rubric:
     """The text of a rubric, and how a verdict reads."""
 
@@ -103,9 +119,9 @@ class Rubric:
         every = {"low": f"{self.low:g}", "high": f"{self.high:g}", **fields}
         return _FIELD.sub(lambda match: every.get(match[1], match[0]), self.text)
 
-    def score(self, reply: str) -> float | None:
-        """The score in a reply, from 0 (the low end of the scale) to 1; None if there is none on the scale."""
-        (found,) = patterns.last_matches(self.pattern, [reply])
+    def score(self, conclusion: str) -> float | None:
+        """The score in a reply's conclusion, from 0 (the low end of the scale) to 1; None if none is on the scale."""
+        (found,) = patterns.last_matches(self.pattern, [conclusion])
         try:
             value = float(found or "")
         except ValueError:
@@ -115,12 +131,12 @@ class Rubric:
         return (value - self.low) / (self.high - self.low)
 
 
-def ranks(reply: str, count: int) -> list[float] | None:
+def ranks(conclusion: str, count: int) -> list[float] | None:
     """The scores of `count` answers by their ranks in a reply: 1 for the best, 0 for the worst, evenly between.
 
-    None: the reply does not name each of them once.
+    None: the conclusion of the reply does not name each of them once.
     """
-    (found,) = patterns.last_matches(_RANKING, [reply])
+    (found,) = patterns.last_matches(_RANKING, [conclusion])
     order = [int(number) for number in re.findall(r"\d{1,9}", found or "")]
     if sorted(order) != list(range(1, count + 1)) or count < 2:
         return None
