@@ -178,6 +178,13 @@ def test_names_of_fields_in_a_completion_stay_what_they_are() -> None:
         ("Score: 11", None),
         ("Score: -1", None),
         ("Score: ten", None),
+        ("Score: **8**", 0.8),
+        ("**Score**: 8", 0.8),
+        ("__Score__: 8/10", 0.8),
+        ("SCORE: [8]", 0.8),
+        (r"Score: $\boxed{8.5}$", 0.85),
+        ('{"score": 8}', 0.8),
+        ("## Score:\n\n**8**", 0.8),
         ("Score: 1e999", 0.1),
         ("", None),
         ("7", None),
@@ -185,6 +192,17 @@ def test_names_of_fields_in_a_completion_stay_what_they_are() -> None:
 )
 def test_the_last_score_of_a_reply_counts(reply: str, score: float | None) -> None:
     assert Rubric.from_config(config()).score(reply) == (score if score is None else pytest.approx(score, abs=1e-9))
+
+
+def test_long_replies_without_a_verdict_are_searched_in_no_time(caplog: pytest.LogCaptureFixture) -> None:
+    for text in (
+        "Score:" + "* " * 50_000,
+        "Ranking: " + "answer (" * 20_000,
+        "ranking" * 20_000,
+        "ranking: 1>" * 9_000,
+    ):
+        assert Rubric.from_config(config()).score(text) is None and ranks(text, 2) is None
+    assert not caplog.messages
 
 
 def test_scale_and_pattern_are_settings() -> None:
@@ -300,6 +318,12 @@ def test_what_has_nothing_to_be_compared_with_scores_a_half(chat: Callable[[Answ
         ("Ranking: 2 > 1", 2, [0.0, 1.0]),
         ("Ranking: 3>1>2", 3, [0.5, 0.0, 1.0]),
         ("Ranking: 1 > 2 > 3\nNo.\n**Ranking:** 2 > 3 > 1 > 4", 4, [1 / 3, 1.0, 2 / 3, 0.0]),
+        ("Ranking: **2 > 1**", 2, [0.0, 1.0]),
+        ("**Ranking**: **2** > **1**", 2, [0.0, 1.0]),
+        ("RANKING: [2] > [1] > #3", 3, [0.5, 1.0, 0.0]),
+        ("Ranking:\nAnswer 2 > Answer 1", 2, [0.0, 1.0]),
+        (r"Ranking: $\boxed{2 > 1}$", 2, [0.0, 1.0]),
+        ("Ranking: Answer 2, then Answer 1", 2, None),
         ("Ranking: 1 > 2", 3, None),
         ("Ranking: 1 > 1 > 2", 3, None),
         ("Ranking: 0 > 1", 2, None),

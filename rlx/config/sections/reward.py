@@ -102,7 +102,7 @@ class RewardConfig(Section):
     judge_rubric: str | None = None
     """what the judge reads, or a file with it: text with {prompt}, {answer} and {completion}, for rank {completions};
     unset: a general rubric"""
-    judge_pattern: Pattern = r"[Ss]core:\**\s*(-?\d+(?:\.\d+)?)"
+    judge_pattern: Pattern = r"(?i)score[\W_]{0,6}?:(?:[\s*_\[($]|\\boxed\{)*(-?\d+(?:\.\d+)?)"
     """for judge_mode score: regular expression whose first group is the number in a reply; the last match counts"""
     judge_scale: tuple[float, float] = (0.0, 10.0)
     """lowest and highest number of a judge, which become the scores 0 and 1; numbers beyond it count as no reply"""

@@ -50,7 +50,9 @@ first, such as "Ranking: 2 > 1 > 3".
 """
 _FIELDS = ("prompt", "answer", "completion", "completions", "low", "high")
 _FIELD = re.compile(rf"\{{({'|'.join(_FIELDS)})\}}")
-_RANKING = r"[Rr]anking:\**\s*(\d+(?:\s*>\s*\d+)*)"
+_BEFORE = r"(?:[\s*_\[(#$]|\\boxed\{)*"  # a number, in Markdown and the like
+_PLACE = rf"{_BEFORE}(?:answer{_BEFORE})?\d+[*_\])]*"
+_RANKING = rf"(?i)ranking[\W_]{{0,6}}?:({_PLACE}(?:\s*>{_PLACE})*)"
 _BRACED = re.compile(r"\{([a-z_]{3,})\}")
 _OTHER_FIELDS = {
     "question": "prompt",
