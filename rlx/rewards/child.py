@@ -8,6 +8,7 @@ Left out: which code that is, and what a failure means for the run.
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import multiprocessing
@@ -28,6 +29,7 @@ from rlx.rewards.sandbox import walls
 
 _START_S = 600.0  # for what the code imports and loads
 _MARGIN_S = 30.0
+_END_S = 1.0  # for a process that ends by itself once its pipe is closed
 _MEMORY_LIMIT = 4 << 30  # bytes, of one forked process
 _SHORT_S = 0.1  # of the first attempt at an item
 _WAITING = 10  # an item may take so many times longer by the clock than it may compute
@@ -107,14 +109,13 @@ class ChildProcess:
         return result
 
     def _end(self) -> str:
-        """Ends the process; returns how it ended."""
+        """Ends the process and what it has started; returns how it ended."""
         assert self._process
         self._pipe.close()
-        try:
-            code = self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
+        with suppress(ChildProcessError, ProcessLookupError):  # somebody else has waited for it
+            _wait_for_end(self._process.pid, _END_S)
+            os.killpg(self._process.pid, signal.SIGKILL)
+        code = self._process.wait()
         self._process = None
         return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
@@ -125,8 +126,16 @@ class ChildProcess:
                 self._end()
 
 
+def _wait_for_end(process: int, seconds: float) -> None:
+    """Waits until a child process has ended, or so long. It is not reaped, so its number stays that of its group."""
+    end = time.monotonic() + seconds
+    while not os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
 def _serve(pipe: Connection) -> None:
     """Runs in the child process: calls the function until the other end of the pipe is closed."""
+    atexit.register(_end_others)  # called after what the function registers
     with suppress(EOFError, OSError):
         is_good, made = _outcome(pipe.recv())
         pipe.send((is_good, None if is_good else made))
@@ -137,6 +146,13 @@ def _serve(pipe: Connection) -> None:
             outcome = _outcome(made, argument)
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             pipe.send(outcome)
+
+
+def _end_others() -> None:
+    """Ends what the function has started: it would hold the output of the run open, and nobody else may be left."""
+    if os.getpid() == os.getpgrp():  # not a copy of this process that the function has forked
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this one goes on, and writes what it has in buffers
+        os.killpg(0, signal.SIGTERM)
 
 
 def _outcome(function: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:

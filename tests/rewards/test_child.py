@@ -34,6 +34,19 @@ def counting(start: int) -> Any:
     return count
 
 
+def starting() -> Any:
+    """A function that starts a process, says which, and then hangs if it is asked to."""
+
+    def start(what: str) -> int:
+        started = subprocess.Popen(["sleep", "987"])
+        if what != "return":
+            Path(what).write_text(str(started.pid))
+            time.sleep(60)
+        return started.pid
+
+    return start
+
+
 def impossible() -> Any:
     raise ValueError("no function")
 
@@ -66,6 +79,49 @@ def test_a_function_that_cannot_be_made_is_said_at_each_call() -> None:
         with pytest.raises(ChildError, match=r"^raised ValueError\('no function'\) at .*test_child.py"):
             child.call("a")
     child.close()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def ends(pid: int) -> bool:
+    """Whether a process ends within seconds."""
+    end = time.monotonic() + 20
+    while is_running(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not is_running(pid)
+
+
+def test_what_a_function_starts_ends_with_its_process(tmp_path: Path) -> None:
+    child = ChildProcess(starting)
+    returned = child.call("return")
+    assert is_running(returned)
+    with pytest.raises(ChildTimeout):
+        child.call(str(tmp_path / "pid"), 0.5)
+    assert ends(returned) and ends(int((tmp_path / "pid").read_text()))
+    returned = child.call("return")
+    child.close()
+    assert ends(returned)
+
+
+LEAVE = """
+from rlx.rewards.child import ChildProcess
+from tests.rewards.test_child import starting
+
+print(ChildProcess(starting).call("return"), flush=True)
+"""
+
+
+def test_what_a_function_starts_ends_with_a_caller_that_closes_nothing() -> None:
+    """It would hold the caller's output open: reading that would not end."""
+    output = subprocess.run(
+        [sys.executable, "-c", LEAVE], check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+    assert ends(int(output))
 
 
 ABANDON = """
