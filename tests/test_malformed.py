@@ -572,7 +572,7 @@ SERVER = JsonServer("url", "http://127.0.0.1:1/score", None, 0, 1.0)
 @given(body=damaged(b'{"scores": [1.0, 0.5]}') | JSON.map(str.encode) | st.binary(max_size=20))
 def test_any_answer_of_a_reward_server_gives_scores_or_a_line(body: bytes) -> None:
     def scores() -> list[float]:
-        return scoring.checked("url", RESPONSES, remote.scores_in(SERVER.content(200, body), len(RESPONSES)))
+        return scoring.checked("url", RESPONSES, remote.scores_in(SERVER.content(200, body), RESPONSES))
 
     try:
         found = used_or_refused(scores, RewardError, "reward")

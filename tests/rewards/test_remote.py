@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections.reward import RewardConfig
-from rlx.rewards import json_server, scoring
+from rlx.rewards import json_server
 from rlx.rewards.custom import RewardError
 from rlx.rewards.remote import RemoteReward
 from rlx.types import Prompt, Response
@@ -234,17 +234,20 @@ def test_an_answer_in_chunks_is_read(faulty: Callable[..., Faulty]) -> None:
     assert remote(server.url)([response()]) == [2.5]
 
 
-@pytest.mark.parametrize(("value", "shown"), [(None, "None"), (float("nan"), "nan"), ("1", "'1'")])
-def test_what_is_no_number_is_passed_on_for_the_prompt_to_be_named(
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(None, "None"), (float("nan"), "nan"), (float("inf"), "inf"), ("1", "'1'"), (True, "True"), ([1], "[1]")],
+)
+def test_what_is_no_number_is_asked_for_again_and_then_named_with_its_prompt(
     faulty: Callable[..., Faulty], value: Any, shown: str
 ) -> None:
-    server = faulty(scores(0.5, value))
-    responses, reward = [response("a", 3), response("b", 4, "Why?")], config(server.url)
-    with pytest.raises(
-        RewardError, match=re.escape(f"reward url: {shown} is not a finite score, for prompt 4 ('Why?')")
-    ):
-        scoring.score(responses, {"url": remote(server.url), "task": lambda rows: [0.0] * len(rows)}, reward)
-    assert len(server.requests) == 1
+    responses = [response("a", 3), response("b", 4, "Why?")]
+    passing = faulty(scores(0.5, value), scores(0.5, 10**400), scores(0.5, 2))
+    assert remote(passing.url, url_retries=2)(responses) == [0.5, 2.0]
+    lasting = faulty(scores(0.5, value))
+    problem = f" answered {shown}, which is not a finite score, for prompt 4 ('Why?') (2 attempts)"
+    with pytest.raises(RewardError, match=re.escape(problem)):
+        remote(lasting.url, url_retries=1)(responses)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
