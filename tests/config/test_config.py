@@ -92,6 +92,10 @@ def test_every_setting_has_a_meaning_and_the_defaults_are_a_complete_config() ->
             "algorithm.kl_estimator = 'k5': expected 'k1', 'k2', 'k3', 'abs', 'k1+'",
         ),
         ({"model": {"offload": ["policy"]}}, "model.offload.0 = 'policy': expected 'critic' or 'reference'"),
+        (
+            {"reward": {"timeout_s": 1e10}},
+            "reward.timeout_s = 10000000000.0: input should be less than or equal to 1000000000",
+        ),
         ({"algorithm": {"dual_clip": 1}}, "algorithm.dual_clip = 1: input should be greater than 1"),
         ({"train": {"actor_lr": float("inf")}}, "train.actor_lr = inf: input should be a finite number"),
         ({"train": {"adam_betas": [0.9, 1]}}, "train.adam_betas.1 = 1: input should be less than 1"),

@@ -81,6 +81,11 @@ def test_a_function_that_cannot_be_made_is_said_at_each_call() -> None:
     child.close()
 
 
+@pytest.mark.parametrize("limit_s", [1e7, 1e12])
+def test_a_limit_may_be_longer_than_any_clock_counts(child: ChildProcess, limit_s: float) -> None:
+    assert child.call("a", limit_s) == 6
+
+
 def is_running(pid: int) -> bool:
     try:
         return ") Z" not in Path(f"/proc/{pid}/stat").read_text()

@@ -119,6 +119,8 @@ Params = Annotated[dict[str, Any], pydantic.AfterValidator(_check_params)]
 Arguments = Annotated[Params, pydantic.AfterValidator(_check_names)]
 """arguments of a function of another library, by name"""
 NonEmptyText = Annotated[str, pydantic.AfterValidator(refuse_empty)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
+"""of a wait; clocks of threads, sockets and processes take little more"""
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Pattern = Annotated[str, pydantic.AfterValidator(_check_pattern)]

@@ -6,11 +6,11 @@ import re
 from typing import Literal, Self
 
 import pydantic
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from rlx.config.addresses import Address, VariableName
 from rlx.config.errors import nearest
-from rlx.config.sections.base import NonEmptyText, Pattern, Resources, Section
+from rlx.config.sections.base import NonEmptyText, Pattern, Resources, Seconds, Section
 
 CORRECTNESS = ("task", "exact_match", "numeric", "math_verify", "code", "environment")
 """reward functions that decide whether an answer is correct"""
@@ -59,7 +59,7 @@ class RewardConfig(Section):
     """completions per request"""
     url_retries: NonNegativeInt = 4
     """further attempts when a request to a server or judge fails; the wait doubles after each"""
-    timeout_s: PositiveFloat = 60.0
+    timeout_s: Seconds = 60.0
     """longest wait for a reward model, for one request, or for your own function with a batch, before the run fails"""
     on_timeout: Literal["fail", "zero"] = "fail"
     """what a function of your own that takes longer does: end the run, or score 0 for that batch; what a judge that
@@ -69,13 +69,13 @@ class RewardConfig(Section):
     sandbox: Literal["strict", "limits"] = "strict"
     """for code: strict refuses to run programs on a machine that cannot shut files and networks; limits runs them
     there with limits on time and memory alone. The strongest sandbox of the machine is taken in both cases"""
-    code_cpu_s: PositiveFloat = 4.0
+    code_cpu_s: Seconds = 4.0
     """seconds that one test of a program, or all of its unit tests, may compute"""
-    code_mean_cpu_s: PositiveFloat = 0.5
+    code_mean_cpu_s: Seconds = 0.5
     """seconds that the programs of a batch may take on average; once those are used up, each test gets half of this"""
-    code_idle_s: PositiveFloat = 0.5
+    code_idle_s: Seconds = 0.5
     """seconds in which a program may sleep or wait without computing"""
-    code_wall_s: PositiveFloat = 30.0
+    code_wall_s: Seconds = 30.0
     """seconds by the clock after which a test ends in any case, also on a busy machine"""
     code_memory_mb: PositiveInt = 1024
     """MiB of memory of a program, all of its processes together"""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import pydantic
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from rlx.config.sections.base import Arguments, Fraction, NonEmptyText, Resources, Section
+from rlx.config.sections.base import Arguments, Fraction, NonEmptyText, Resources, Seconds, Section
 from rlx.config.sections.schedule import ScheduledSection
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -91,9 +91,9 @@ class RolloutConfig(ScheduledSection):
     """an engine waits while another one on its GPU draws, for half of timeout_s at most; --interleave sets it"""
     enforce_eager: bool = False
     """no CUDA graphs on GPU: starts faster, runs slower (CPU engines are always eager)"""
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Seconds = 600.0
     """an engine that makes no step for so long is replaced, and its prompts go to another engine"""
-    sync_timeout_s: PositiveFloat = 120.0
+    sync_timeout_s: Seconds = 120.0
     """an engine that takes longer for a weight update is replaced"""
     retries: NonNegativeInt = 2
     """how often one round of generation waits for the engines to restart after all of them have failed"""
@@ -136,7 +136,7 @@ class EnvironmentConfig(Section):
     """labels that their nodes must have; see scaling.label_selector"""
     concurrency: PositiveInt = 64
     """calls that one of them answers at the same time"""
-    timeout_s: PositiveFloat = 30.0
+    timeout_s: Seconds = 30.0
     """longest call of an environment; after a longer one of a plain method, which cannot be ended, its process is
     replaced"""
     memory_mb: PositiveInt | None = None
