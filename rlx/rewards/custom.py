@@ -182,8 +182,8 @@ def portable(returned: Any) -> Any:
     if isinstance(returned, Mapping | Set | str | bytes):  # lists of them would have their keys or bytes for scores
         return Unusable(f"a {type(returned).__name__}, {brief(returned)}")
     try:
-        values = list(returned)
-    except Exception:  # not even a sequence
+        values = iter(returned)
+    except TypeError:  # not even a sequence
         return Unusable(brief(returned))
     return [float(value) if is_finite(value) else Unusable(brief(value)) for value in values]
 

@@ -395,6 +395,7 @@ def test_the_working_directory_hides_no_module_of_the_same_name(write: Write, mo
     ("body", "complaint"),
     [
         ("return [1 / len(c) for c in completions]", r"raised ZeroDivisionError\('division by zero'\) at \S+\.py:3"),
+        ("return (1 / len(c) for c in completions)", r"raised ZeroDivisionError\('division by zero'\) at \S+\.py:3"),
         ("import sys; sys.exit(3)", r"raised SystemExit\(3\) at \S+\.py:3"),
         ("raise KeyboardInterrupt", r"raised KeyboardInterrupt\(\) at \S+\.py:3"),
         ("import os; os._exit(3)", r"ended its process \(exit code 3\)"),
