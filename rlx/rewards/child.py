@@ -164,8 +164,15 @@ def _outcome(function: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
         return True, function(*arguments)
     except BaseException as error:  # also SystemExit and KeyboardInterrupt, which no signal brings here
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = " ".join(repr(error).split())
-        return False, (f"{text[:300]} at {frame.filename}:{frame.lineno}", traceback.format_exc())
+        return False, (f"{_text_of(error)[:300]} at {frame.filename}:{frame.lineno}", traceback.format_exc())
+
+
+def _text_of(error: BaseException) -> str:
+    """The repr of an error in one line, or its type where that raises in turn."""
+    try:
+        return " ".join(repr(error).split())
+    except Exception:
+        return type(error).__name__
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,13 @@ from rlx.rewards import child as child_module
 from rlx.rewards.child import ChildError, ChildProcess, ChildTimeout, map_limited
 
 
+class UnshowableError(Exception):
+    def __repr__(self) -> str:
+        return 1 / 0  # type: ignore[return-value]
+
+    __str__ = __repr__
+
+
 def counting(start: int) -> Any:
     """A function with a state: how often it was asked."""
     asked = [start]
@@ -24,6 +31,8 @@ def counting(start: int) -> Any:
     def count(what: str) -> Any:
         if what == "fail":
             raise KeyError(what)
+        if what == "fail oddly":
+            raise UnshowableError
         if what == "end":
             os._exit(4)
         if what == "sleep":
@@ -84,6 +93,12 @@ def test_a_function_that_cannot_be_made_is_said_at_each_call() -> None:
 @pytest.mark.parametrize("limit_s", [1e7, 1e12])
 def test_a_limit_may_be_longer_than_any_clock_counts(child: ChildProcess, limit_s: float) -> None:
     assert child.call("a", limit_s) == 6
+
+
+def test_an_error_that_cannot_be_shown_is_named(child: ChildProcess) -> None:
+    with pytest.raises(ChildError, match=r"^raised UnshowableError at .*test_child.py:\d+$"):
+        child.call("fail oddly")
+    assert child.call("a") == 6
 
 
 def is_running(pid: int) -> bool:
