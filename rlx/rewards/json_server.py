@@ -176,6 +176,9 @@ class JsonServer:
             allow_redirects=False,  # the key is for this address only
             stream=True,
         ) as response:
+            encoding = response.headers.get("Content-Encoding", "").strip().lower()
+            if response.ok and encoding not in ("", "identity"):
+                raise UnreadableError(f"answered with Content-Encoding {encoding[:40]}, which was not asked for")
             read = bytearray()
             while chunk := response.raw.read1(1 << 16):
                 read += chunk
