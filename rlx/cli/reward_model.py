@@ -83,8 +83,8 @@ def train_reward_model(args: argparse.Namespace) -> int:
         RuntimeError: a gradient is not finite.
     """
     started, options = time.monotonic(), vars(args)
-    if "pairs" in options and not Path(args.pairs).is_file():
-        what = "it is a folder, expected a .jsonl file" if Path(args.pairs).is_dir() else "no such file"
+    if "pairs" in options and (not (file := Path(args.pairs)).exists() or file.is_dir()):  # a pipe is as good
+        what = "it is a folder, expected a .jsonl file" if file.is_dir() else "no such file"
         raise ConfigError(f"--pairs {args.pairs}: {what}")
     from rlx.models.folder import is_model_folder
 

@@ -7,6 +7,7 @@ model is saved.
 
 from __future__ import annotations
 
+import codecs
 import random
 import time
 from collections import Counter
@@ -47,7 +48,7 @@ def read_pairs(path: str) -> list[Pair]:
         ConfigError: the file cannot be read, has no pairs, or a line is not valid; the text names the line.
     """
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        lines = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     pairs = [_pair(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
@@ -58,11 +59,14 @@ def read_pairs(path: str) -> list[Pair]:
 
 def _pair(line: bytes, location: str) -> Pair:
     try:
-        return Pair.model_validate_json(line)
+        pair = Pair.model_validate_json(line)
     except pydantic.ValidationError as error:
         problem = error.errors()[0]
         key = "".join(f"{name}: " for name in problem["loc"])
         raise ConfigError(f"{location}: {key}{problem['msg']}; expected prompt, chosen and rejected") from None
+    if pair.chosen == pair.rejected:  # no gradient, and half of a success in the accuracy
+        raise ConfigError(f"{location}: chosen and rejected are the same text")
+    return pair
 
 
 def pairs_of_questions(questions: Sequence[tuple[str, str]], seed: int) -> list[Pair]:

@@ -56,6 +56,20 @@ def test_a_file_gives_its_pairs_in_order(tmp_path: Path) -> None:
     assert read_pairs(str(file)) == PAIRS
 
 
+def test_a_file_may_begin_with_the_mark_of_its_encoding(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(PAIRS[0].model_dump_json(), encoding="utf-8-sig")
+    assert read_pairs(str(file)) == PAIRS[:1]
+
+
+def test_a_pair_of_equal_completions_is_refused_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    same = Pair(prompt="q", chosen="a", rejected="a")
+    file.write_text(f"{PAIRS[0].model_dump_json()}\n{same.model_dump_json()}")
+    with pytest.raises(ConfigError, match=r"pairs\.jsonl:2: chosen and rejected are the same text$"):
+        read_pairs(str(file))
+
+
 @pytest.mark.parametrize(
     ("line", "where"),
     [
@@ -244,6 +258,8 @@ def test_pairs_in_a_folder_are_no_file(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().err == f"error: --pairs {tmp_path}: it is a folder, expected a .jsonl file\n"
     assert reward_model.main(["--pairs", f"{tmp_path}/none"]) == 1
     assert "no such file" in capsys.readouterr().err
+    assert reward_model.main(["--pairs", "/dev/null", "--storage", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "error: /dev/null: there are no pairs in it\n"
 
 
 @pytest.mark.parametrize("base", ["try1@best", "{}/step_000010", "{}"])
