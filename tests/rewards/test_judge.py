@@ -21,7 +21,7 @@ from rlx.rewards.custom import RewardError
 from rlx.rewards.json_server import MAX_ANSWER_BYTES
 from rlx.rewards.judge import cache as cache_module
 from rlx.rewards.judge.cache import ReplyCache, key_of
-from rlx.rewards.judge.rubric import RANK, SCORE, Reply, Rubric, ranks, rubric_text, shuffled
+from rlx.rewards.judge.rubric import RANK, SCORE, JudgeReply, Rubric, ranks, rubric_text, shuffled
 from rlx.rewards.judge.scorer import Judge
 from rlx.runs.preflight import absolute_paths, check_rewards
 from rlx.storage.filesystem import Storage
@@ -255,7 +255,7 @@ def test_a_reply_that_was_cut_has_no_score_also_from_the_kept_ones(
     ],
 )
 def test_a_score_stands_behind_the_thinking(reply: str, score: float | None) -> None:
-    assert Rubric.from_config(config()).score(Reply(reply).conclusion) == score
+    assert Rubric.from_config(config()).score(JudgeReply(reply).conclusion) == score
 
 
 def test_equal_completions_are_judged_once(chat: Callable[[Answer], Chat]) -> None:
@@ -428,7 +428,7 @@ def test_files_that_hold_no_replies_are_passed_over(tmp_path: Path, caplog: pyte
         (tmp_path / f"{name}.jsonl").write_text(text)
     (tmp_path / "f.jsonl").write_bytes(b"\xff")
     (tmp_path / "other.txt").write_text("{")
-    assert ReplyCache(Storage.local(tmp_path)).get("k") == Reply("Score: 1")
+    assert ReplyCache(Storage.local(tmp_path)).get("k") == JudgeReply("Score: 1")
     assert len([line for line in caplog.messages if "holds no replies" in line]) == 5
 
 
@@ -446,9 +446,9 @@ def test_memory_holds_replies_of_a_limited_size(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(cache_module, "_MOST", 10)
     cache = ReplyCache(Storage.local(tmp_path))
     for key, reply in (("a", "1234"), ("b", "12345678"), ("b", "1234"), ("c", "123456")):
-        cache.add(key, Reply(reply))
-    assert [cache.get(key) for key in "abc"] == [None, Reply("1234"), Reply("123456")]
-    cache.add("d", Reply("x" * 11))
+        cache.add(key, JudgeReply(reply))
+    assert [cache.get(key) for key in "abc"] == [None, JudgeReply("1234"), JudgeReply("123456")]
+    cache.add("d", JudgeReply("x" * 11))
     assert [cache.get(key) for key in "bcd"] == [None] * 3
     cache.flush()
     read = ReplyCache(Storage.local(tmp_path))  # the last reply is too long

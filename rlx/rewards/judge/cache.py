@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import Protocol, Self
 
-from rlx.rewards.judge.rubric import Reply
+from rlx.rewards.judge.rubric import JudgeReply
 
 _LOG = logging.getLogger("rlx")
 _READERS = 16
@@ -50,8 +50,8 @@ class ReplyCache:
     def __init__(self, folder: Folder | None = None) -> None:
         """Reads the replies that the folder holds; what cannot be read there is asked again."""
         self._folder, self._lock = folder, Lock()
-        self._new: dict[str, Reply] = {}
-        self._replies: dict[str, Reply] = {}
+        self._new: dict[str, JudgeReply] = {}
+        self._replies: dict[str, JudgeReply] = {}
         self._size = 0  # of all replies, in characters
         names = [name for name in folder.names() if name.endswith(".jsonl")] if folder else []
         with ThreadPoolExecutor(_READERS) as pool:
@@ -59,7 +59,7 @@ class ReplyCache:
                 for key, reply in replies.items():
                     self._remember(key, reply)
 
-    def _read(self, name: str) -> dict[str, Reply]:
+    def _read(self, name: str) -> dict[str, JudgeReply]:
         assert self._folder
         try:
             return dict(_lines(self._folder / name))
@@ -67,19 +67,19 @@ class ReplyCache:
             _LOG.warning("reward judge: %s holds no replies, they are asked for again: %s", name, error)
             return {}
 
-    def get(self, key: str) -> Reply | None:
+    def get(self, key: str) -> JudgeReply | None:
         """The reply to a request; None if it is not known."""
         with self._lock:
             return self._replies.get(key)
 
-    def add(self, key: str, reply: Reply) -> None:
+    def add(self, key: str, reply: JudgeReply) -> None:
         """Keeps a reply; `flush` writes it."""
         with self._lock:
             self._new[key] = reply
             self._remember(key, reply)
 
-    def _remember(self, key: str, reply: Reply) -> None:
-        self._size += len(reply.text) - len(self._replies.pop(key, Reply("")).text)
+    def _remember(self, key: str, reply: JudgeReply) -> None:
+        self._size += len(reply.text) - len(self._replies.pop(key, JudgeReply("")).text)
         self._replies[key] = reply
         while self._size > _MOST:
             self._size -= len(self._replies.pop(next(iter(self._replies))).text)
@@ -97,11 +97,11 @@ class ReplyCache:
             _LOG.warning("reward judge: replies are not kept, a resume asks for them again: %s", error)
 
 
-def _line(key: str, reply: Reply) -> str:
+def _line(key: str, reply: JudgeReply) -> str:
     return json.dumps({"request": key, "reply": reply.text} | ({"cut": True} if reply.is_cut else {}))
 
 
-def _lines(file: Folder) -> Iterator[tuple[str, Reply]]:
+def _lines(file: Folder) -> Iterator[tuple[str, JudgeReply]]:
     for line in file.read_text().splitlines():
         row = json.loads(line)
-        yield str(row["request"]), Reply(str(row["reply"]), bool(row.get("cut")))
+        yield str(row["request"]), JudgeReply(str(row["reply"]), bool(row.get("cut")))

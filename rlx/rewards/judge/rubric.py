@@ -73,7 +73,7 @@ _NEEDED = {"score": "{completion}", "rank": "{completions}"}
 
 
 @dataclass(frozen=True)
-class Reply:
+class JudgeReply:
     """What a judge wrote."""
 
     text: str

@@ -19,7 +19,7 @@ from rlx.config.sections.reward import RewardConfig
 from rlx.rewards.custom import RewardError, brief
 from rlx.rewards.json_server import JsonServer, UnreadableError, UselessAnswerError
 from rlx.rewards.judge.cache import ReplyCache, key_of
-from rlx.rewards.judge.rubric import Reply, Rubric, ranks, shuffled
+from rlx.rewards.judge.rubric import JudgeReply, Rubric, ranks, shuffled
 from rlx.types import MarkedScores, Response
 
 _LOG = logging.getLogger("rlx")
@@ -89,7 +89,7 @@ class Judge:
         questions = list(dict.fromkeys(self._questions(responses)))
         replies = self._replies(list(dict.fromkeys(question.text for question in questions)))
         useless = [each for each in replies.values() if isinstance(each, UselessAnswerError)]
-        if useless and (needs_all or not any(isinstance(each, Reply) for each in replies.values())):
+        if useless and (needs_all or not any(isinstance(each, JudgeReply) for each in replies.values())):
             raise useless[0]  # without any reply there is nothing to learn from; a key may be revoked
         scores = {question: self._scores(question, replies[question.text]) for question in questions}
         if needs_all and questions and all(None in given for given in scores.values()):
@@ -106,7 +106,7 @@ class Judge:
             {"judge_failed": [float(score is None) for score in values]},
         )
 
-    def _warn(self, failed: Sequence[Reply | RewardError], asked: int) -> None:
+    def _warn(self, failed: Sequence[JudgeReply | RewardError], asked: int) -> None:
         """Says which replies gave no score, at the first time: after that reward/judge_failed has the share."""
         if not failed or self.warned.is_set():
             return
@@ -132,7 +132,7 @@ class Judge:
                 prompt, order = first.prompt, shuffled(different, self.config.judge_seed, first.prompt.question)
                 yield JudgeQuestion(self.rubric.comparison(prompt.question, prompt.answer, order), number, tuple(order))
 
-    def _replies(self, texts: Sequence[str]) -> dict[str, Reply | RewardError]:
+    def _replies(self, texts: Sequence[str]) -> dict[str, JudgeReply | RewardError]:
         """What `_reply` gives for each question."""
         try:
             with ThreadPoolExecutor(self.config.judge_parallel) as pool:
@@ -140,14 +140,14 @@ class Judge:
         finally:
             self.cache.flush()
 
-    def _scores(self, question: JudgeQuestion, reply: Reply | RewardError) -> Sequence[float | None]:
+    def _scores(self, question: JudgeQuestion, reply: JudgeReply | RewardError) -> Sequence[float | None]:
         if isinstance(reply, RewardError):
             return [None] * len(question.completions)
         if self.config.judge_mode == "score":
             return [self.rubric.score(reply.conclusion)]
         return ranks(reply.conclusion, len(question.completions)) or [None] * len(question.completions)
 
-    def _reply(self, text: str) -> Reply | RewardError:
+    def _reply(self, text: str) -> JudgeReply | RewardError:
         """What the judge says, now or in an earlier run, or why it says nothing if that is allowed."""
         request = {
             "model": self.config.judge_model,
@@ -169,17 +169,17 @@ class Judge:
         return reply
 
 
-def reply_in(answer: Any) -> Reply:
+def reply_in(answer: Any) -> JudgeReply:
     """The reply in a chat server's answer, "" if the model wrote none; UnreadableError if it is no such answer."""
     try:
         choice = answer["choices"][0]
         text = choice["message"]["content"]
     except (TypeError, KeyError, IndexError):
         raise UnreadableError("answered without choices[0].message.content") from None
-    return Reply(text if isinstance(text, str) else "", choice.get("finish_reason") == "length")
+    return JudgeReply(text if isinstance(text, str) else "", choice.get("finish_reason") == "length")
 
 
-def _shown(reply: Reply | RewardError) -> str:
+def _shown(reply: JudgeReply | RewardError) -> str:
     """A reply without a verdict, or why there is none, for messages."""
     if isinstance(reply, RewardError):
         return str(reply)
