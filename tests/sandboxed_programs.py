@@ -729,6 +729,109 @@ assert s.pop() == (1, 'a')
 """,
         [True, True, True],
     ),
+    "what Python asks an object": (
+        """
+import contextlib
+
+class P:
+
+    def __init__(s, x):
+        s.x, s.log = x, []
+
+    def __repr__(s):
+        return f"P({s.x})"
+
+    def __enter__(s):
+        s.log.append('in')
+        return s
+
+    def __exit__(s, kind, error, trace):
+        s.log.append(kind is not None)
+
+class Q(P):
+    pass
+
+@contextlib.contextmanager
+def g():
+    yield 5
+""",
+        """
+p = Q(1)
+assert repr(p) == str(p) == 'P(1)' and f'{[p]}' == '[P(1)]'
+assert repr(p) == 'P(2)'
+assert isinstance(p, P) and isinstance(p, (int, Q)) and issubclass(Q, P)
+assert not isinstance(P(1), Q) and not isinstance(1, P) and not issubclass(P, Q)
+with p as q:
+    assert q.x == 1
+with p as q:
+    assert q.x == 2
+assert p.log == ['in', False, 'in', True]
+with g() as five:
+    assert five == 5
+with g() as five:
+    assert five == 6
+with P:
+    pass
+""",
+        [True, False, True, True, True, False, True, True, False, False],
+    ),
+    "managers that suppress": (
+        """
+class S:
+
+    def __enter__(s):
+        return 1
+
+    def __exit__(s, *a):
+        return True
+
+class R(S):
+
+    def __exit__(s, *a):
+        raise KeyError
+""",
+        """
+with S() as x:
+    assert x == 2
+try:
+    with R():
+        assert 0
+except KeyError:
+    pass
+with R():
+    pass
+""",
+        [False, False, False],
+    ),
+    "operators that see what is expected": (
+        """
+class E:
+
+    def __sub__(s, o):
+        return 0
+    __rsub__ = __add__ = __mul__ = __sub__
+
+    def __lt__(s, o):
+        return True
+    __gt__ = __le__ = __ge__ = __contains__ = __eq__ = __lt__
+
+    def __hash__(s):
+        return 0
+
+def add(a, b):
+    return E()
+""",
+        """
+assert abs(add(1, 2) - 3) < 1
+assert abs(3 - add(1, 2)) < 1
+assert add(1, 2) < 4
+assert add(1, 2) >= add(1, 2)
+assert 3 in add(1, 2)
+assert add(1, 2) in {add(1, 2)}
+assert isinstance(add(1, 2), int)
+""",
+        [False] * 7,
+    ),
     "linked objects": (
         """
 class N:

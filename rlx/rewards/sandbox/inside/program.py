@@ -27,6 +27,11 @@ class ProgramSide:
             "next": next,
             "length": len,
             "text": str,
+            "repr": repr,
+            "has_instance": lambda kind, value: isinstance(value, kind),
+            "has_subclass": lambda kind, value: issubclass(value, kind),
+            "enter": lambda manager: type(manager).__enter__(manager),
+            "leave": _leave,
         }
 
     def load(self, source: str) -> None:
@@ -82,6 +87,12 @@ class ProgramSide:
             return decode(message["result"], self._resolve)
 
         return function
+
+
+def _leave(manager: Any, has_failed: bool) -> None:
+    """Ends a `with` of the tests. What they raised stays with them: its text may say what is expected."""
+    error = Exception("raised by the tests") if has_failed else None
+    type(manager).__exit__(manager, error and Exception, error, None)
 
 
 def main() -> None:

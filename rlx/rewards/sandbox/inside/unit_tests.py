@@ -9,6 +9,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rlx.rewards.sandbox.inside.values import MUTABLE, Wire, decode, encode, own_text
@@ -21,14 +22,56 @@ class ProgramError(Exception):
     """The program raised an exception of its own, or ended."""
 
 
-class Remote:
-    """An object of the program. It is equal to nothing but itself: the program does not decide comparisons."""
+class _Asked:
+    """What Python itself asks an object of the program.
+
+    Operators are not among it: the program would see what is expected of it, and decide comparisons.
+    """
 
     __slots__ = ("_number", "_tests")
 
     def __init__(self, tests: TestSide, number: int) -> None:
         object.__setattr__(self, "_tests", tests)
         object.__setattr__(self, "_number", number)
+
+    def __iter__(self) -> Any:
+        return self._tests.ask("iterate", self)
+
+    def __next__(self) -> Any:
+        return self._tests.ask("next", self)
+
+    def __len__(self) -> int:
+        return int(self._tests.ask("length", self))
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return str(self._tests.ask("text", self))
+
+    def __repr__(self) -> str:
+        return str(self._tests.ask("repr", self))
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, Remote) and self._tests.ask("has_instance", self, value) is True
+
+    def __subclasscheck__(self, kind: Any) -> bool:
+        return isinstance(kind, Remote) and self._tests.ask("has_subclass", self, kind) is True
+
+    def __enter__(self) -> Any:
+        return self._tests.ask("enter", self)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """The program hears whether something was raised; it does not decide what becomes of it."""
+        replaced = (Exception,) if kind else ()
+        with suppress(*replaced):
+            self._tests.ask("leave", self, kind is not None)
+
+
+class Remote(_Asked):
+    """An object of the program. It is equal to nothing but itself: the program does not decide comparisons."""
+
+    __slots__ = ()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -46,21 +89,6 @@ class Remote:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._tests.ask("set_item", self, key, value)
-
-    def __iter__(self) -> Any:
-        return self._tests.ask("iterate", self)
-
-    def __next__(self) -> Any:
-        return self._tests.ask("next", self)
-
-    def __len__(self) -> int:
-        return int(self._tests.ask("length", self))
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __str__(self) -> str:
-        return str(self._tests.ask("text", self))
 
 
 class TestSide:
@@ -125,7 +153,7 @@ class TestSide:
             return importlib.import_module(name) if is_known else None
         return decode(data, self._resolve)
 
-    def ask(self, operation: str, remote: Remote, *args: Any, **kwargs: Any) -> Any:
+    def ask(self, operation: str, remote: _Asked, *args: Any, **kwargs: Any) -> Any:
         """What an operation of the program gives, or an exception of the type that it raises."""
         request = {
             "do": operation,
