@@ -29,6 +29,8 @@ class _Asked:
     """
 
     __slots__ = ("_number", "_tests")
+    _number: int
+    _tests: TestSide
 
     def __init__(self, tests: TestSide, number: int) -> None:
         object.__setattr__(self, "_tests", tests)
