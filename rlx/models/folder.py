@@ -201,19 +201,16 @@ def _check_logits(folder: str, name: str, setting: str) -> None:
 def check_classifier(path: str, setting: str) -> None:
     """Raises ConfigError if a model's folder lacks files, or plainly holds no sequence classifier with one label.
 
-    A model with code of its own may call its layers as it likes, and weights in other files than safetensors are not
-    looked at: whoever loads it says what is wrong.
+    A model with code of its own may call its layers as it likes and have other defaults, and weights in other files
+    than safetensors are not looked at: whoever loads it says what is wrong.
     """
     check_model_files(path, setting)
     content = _config_json(path, setting)
+    if "auto_map" in content:
+        return
     layers = [name for file in Path(path).glob("*.safetensors") for name, _ in _tensors(file)]
     has_score = any(part in name for name in layers for part in _SCORING_LAYERS)
-    if (
-        layers
-        and not has_score
-        and "auto_map" not in content
-        and "Classification" not in str(content.get("architectures"))
-    ):
+    if layers and not has_score and "Classification" not in str(content.get("architectures")):
         raise ConfigError(f"{setting} {path}: not a sequence classifier, its weights have no layer that scores")
     named = content.get("id2label")
     labels = len(named) if isinstance(named, dict) else content.get("num_labels", 2)  # as transformers reads it
