@@ -1,7 +1,7 @@
 """A game: the policy guesses a number, and is told whether it is larger or smaller.
 
 Halving the range finds it in at most ceil(log2(n + 1)) guesses: the optimum, with which a policy can be compared.
-Left out: the question of the row, which is not used.
+Left out: who plays (rlx.rollout.episodes).
 """
 
 from __future__ import annotations
