@@ -51,7 +51,7 @@ from rlx.sweeps.records import (
     record_of,
     refuse_existing,
 )
-from rlx.sweeps.room import concurrency, most_at_once, total_trials
+from rlx.sweeps.room import concurrency, most_at_once
 from rlx.sweeps.schedulers.schedule import Schedule
 from rlx.sweeps.space import Space, check_candidates, check_resources, load_space, values_of, varied_keys
 from rlx.sweeps.trainable import attempt_number, forgive, newest_attempt
@@ -303,7 +303,7 @@ def _description(plan: SweepPlan, folder: Storage) -> tuple[dict[str, Any], dict
     tags |= {"rlx.planned": json.dumps(planned_cost(plan, space)._asdict() | {"gpus": plan.gpus})}
     tags |= {f"rlx.{key}": str(value) for key, value in options.items()}
     original = (folder / PLAN_FILE).read_json()["space"]  # a resume has a copy, which ends with its process
-    return {"trials": total_trials(plan), "space": original} | options, tags
+    return {"trials": plan.total_trials, "space": original} | options, tags
 
 
 def saved_sweep(storage: Storage, name: str | None, *, trust: bool = False) -> SweepPlan:
@@ -366,7 +366,7 @@ def ended_trials(plan: SweepPlan, storage: Storage) -> int:
 
 def is_finished(plan: SweepPlan, ended: int) -> bool:
     """Returns whether no trial is left to run where so many have ended; a race may add some, so one can never tell."""
-    return plan.scheduler != "race" and ended >= total_trials(plan)
+    return plan.scheduler != "race" and ended >= plan.total_trials
 
 
 def restart_failed(plan: SweepPlan, storage: Storage, *, from_scratch: bool = False) -> list[str]:

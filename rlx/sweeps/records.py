@@ -87,6 +87,11 @@ class SweepPlan:
         return plan_resources(self.config)
 
     @property
+    def total_trials(self) -> int:
+        """How many trials it has, without those that a race may add."""
+        return self.seeds * self.trials
+
+    @property
     def gpus(self) -> float:
         """The GPUs of each trial, parts of one included."""
         return self.resources.total().get("GPU", 0.0)

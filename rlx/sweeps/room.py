@@ -26,14 +26,9 @@ _COUNT_NODES_S = 5.0  # between two looks at the nodes of the cluster
 _MOMENT_S = 1.0  # for which Tune's loop waits for a copy of the models
 
 
-def total_trials(plan: SweepPlan) -> int:
-    """Returns how many trials a sweep has."""
-    return plan.seeds * plan.trials
-
-
 def concurrency(plan: SweepPlan, found: Sequence[Node]) -> int:
     """Returns how many trials can run at once on these nodes, at least 1."""
-    most = min(total_trials(plan), plan.max_concurrent or total_trials(plan))
+    most = min(plan.total_trials, plan.max_concurrent or plan.total_trials)
     return max(1, plan.resources.fits(found, most))
 
 
@@ -43,11 +38,11 @@ def most_at_once(plan: SweepPlan) -> int | None:
     Raises:
         ConfigError: the placement strategy does not allow that.
     """
-    if plan.scheduler not in PAUSING or (count := concurrency(plan, cluster_nodes())) >= total_trials(plan):
+    if plan.scheduler not in PAUSING or (count := concurrency(plan, cluster_nodes())) >= plan.total_trials:
         return None
     if plan.resources.strategy.startswith("STRICT"):
         raise ConfigError(
-            f"--scheduler {plan.scheduler} with {total_trials(plan)} trials, {count} at once, needs "
+            f"--scheduler {plan.scheduler} with {plan.total_trials} trials, {count} at once, needs "
             f"scaling.placement_strategy PACK or SPREAD"
         )
     return count

@@ -45,7 +45,7 @@ from rlx.sweeps.records import (
     refuse_existing,
     resuming,
 )
-from rlx.sweeps.room import NeededModel, Room, most_at_once, total_trials
+from rlx.sweeps.room import NeededModel, Room, most_at_once
 from rlx.sweeps.schedulers.by_name import SCHEDULERS
 from rlx.sweeps.schedulers.race import Race
 from rlx.sweeps.schedulers.racing import RaceScheduler
@@ -116,7 +116,7 @@ def _results(plan: SweepPlan, folder: Storage, interrupted: bool) -> dict[str, T
 
 def _is_whole(plan: SweepPlan, results: Mapping[str, TrialRecord]) -> bool:
     """Whether all trials of a sweep have ended."""
-    return len(results) >= total_trials(plan) and all(record.is_over for record in results.values())
+    return len(results) >= plan.total_trials and all(record.is_over for record in results.values())
 
 
 def _keep_race(plan: SweepPlan, folder: Storage) -> None:
@@ -171,7 +171,7 @@ class SweepTuner(tune.Tuner):
         if self._is_used:
             raise ConfigError(f"a Tuner runs once: {resuming(self._plan)} makes one for what is left of the sweep")
         self._is_used = True
-        most = str(max(200, total_trials(self._plan)))  # `concurrency` is the limit
+        most = str(max(200, self._plan.total_trials))  # `concurrency` is the limit
         with (
             self._held,
             ending_record(self._plan, self._folder),  # if the trials end, Tune's callback has done it
@@ -328,7 +328,7 @@ def _trial_source(
     known: Mapping[str, TrialRecord],
     options: TrialOptions,
 ) -> TrialSource:
-    first_of_each_setting = [known[name].settings for name in sorted(known)][: total_trials(plan) : plan.seeds]
+    first_of_each_setting = [known[name].settings for name in sorted(known)][: plan.total_trials : plan.seeds]
     search = searchers.searcher(plan.search, space, plan.trials, plan.config.seed, first_of_each_setting)
     return TrialSource(search, space, records, options, known)
 
