@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(trials: int, at_once: int, steps: int, storage: Storage) -> list[dict[str, float]]:
     """Runs the sweep; returns the figures of each part."""
-    plan = SweepPlan("load", {"storage": storage.path, "train": {"steps": steps}}, "space.py", trials=trials)
+    plan = SweepPlan("load", {"storage": storage.path, "train": {"steps": steps}}, "space.py", candidates=trials)
     sweep, records = storage / "sweeps" / "load", TrialRecords(storage / "sweeps" / "load")
     actor = mailbox.start_mailbox()
     relayed = relay.start_relay(plan.tracking[0])

@@ -9,7 +9,6 @@ import runpy
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import asdict
 from difflib import SequenceMatcher
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,7 +43,7 @@ from rlx.storage.checkpoint_files import CheckpointError, CheckpointReader, Shar
 from rlx.storage.checkpoint_manifest import MANIFEST, FileRecord, Manifest
 from rlx.storage.filesystem import Storage, StorageError
 from rlx.sweeps import plans
-from rlx.sweeps.records import SweepPlan, TrialRecords
+from rlx.sweeps.records import SweepPlan, TrialRecords, plan_content
 from rlx.sweeps.space import load_space
 from rlx.tracking import console, outbox
 from rlx.types import Prompt, Response
@@ -501,7 +500,7 @@ def test_a_damaged_record_of_a_run_is_named(record: tuple[str, bytes], tmp_path:
 
 # --- what a sweep keeps
 
-PLAN = asdict(SweepPlan("s", {"train": {"steps": 4}}, "space.py", trials=2))
+PLAN = plan_content(SweepPlan("s", {"train": {"steps": 4}}, "space.py", candidates=2))
 RECORD = {"settings": {"seed": 1}, "state": "open", "reports": [[0, 0.5]], "message": "", "attempts": 1}
 ANY_FIELD = {key: GARBAGE for key in PLAN}
 

@@ -324,7 +324,8 @@ def new_plan(args: argparse.Namespace, tree: Mapping[str, Any], name: str) -> Sw
         name=name,
         tree={key: value for key, value in tree.items() if key != "name"},
         space=str(Path(args.space or default_space(from_tree(dict(tree)).model, args.scheduler)).resolve()),
-        **{option: getattr(args, option) for option in _OF_THE_PLAN if option != "space"},
+        candidates=args.trials,
+        **{option: getattr(args, option) for option in _OF_THE_PLAN if option not in ("space", "trials")},
     )
 
 

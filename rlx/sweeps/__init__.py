@@ -18,7 +18,7 @@ Example:
 
     storage = open_storage("storage")
     connection.connect(RunConfig(), plan_resources(RunConfig()))
-    plan = plans.check_sweep(SweepPlan("s", {"train": {"steps": 4}}, "my_space.py", trials=2))
+    plan = plans.check_sweep(SweepPlan("s", {"train": {"steps": 4}}, "my_space.py", candidates=2))
     records = tuner.run_sweep(plan, storage, watch=lambda trial, settings, metrics, state: print(trial, state))
     print({name: record.state for name, record in records.items()})
 """

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from rlx.sweeps.records import (
     TrialRecords,
     TrialState,
     find_sweep,
+    plan_content,
     read_plan,
     record_of,
     refuse_existing,
@@ -71,9 +72,9 @@ _TIMED_BY = ("model.path", *_SIZES)
 
 
 def check_sweep(plan: SweepPlan) -> SweepPlan:
-    """Returns the sweep as it will run: with a grid's own number of trials, and with what its scheduler needs.
+    """Returns the sweep as it will run: with a grid's own number of candidates, and with what its scheduler needs.
 
-    Call it once: of a checked plan, `trials` counts what a grid within a random search has multiplied already.
+    Call it once: of a checked plan, `candidates` counts what a grid within a random search has multiplied already.
 
     Raises:
         ConfigError: its space or prompts in it cannot be used, or its search, scheduler and seeds do not fit together.
@@ -88,25 +89,25 @@ def check_sweep(plan: SweepPlan) -> SweepPlan:
         plan = _with_population(plan, space)
     if plan.scheduler == "race":
         plan = _with_checkpoints_at_rungs(plan, space)
-    search = searchers.searcher(plan.search, space, plan.trials, plan.config.seed)
+    search = searchers.searcher(plan.search, space, plan.candidates, plan.config.seed)
     check_candidates(searchers.known_settings(search, space), plan.space, plan.tree)
     is_list = isinstance(search, searchers.ListSearch)
-    return _within_budget(plan, space, len(search.settings) if is_list else plan.trials)
+    return _within_budget(plan, space, len(search.settings) if is_list else plan.candidates)
 
 
-def _within_budget(plan: SweepPlan, space: Space, trials: int) -> SweepPlan:
-    """Returns a sweep with so many settings, or with as many as its budget pays for.
+def _within_budget(plan: SweepPlan, space: Space, count: int) -> SweepPlan:
+    """Returns a sweep with so many candidates, or with as many as its budget pays for.
 
     Raises:
         ConfigError: it pays for none, or not for all of a grid.
     """
     if not plan.budget:
-        return replace(plan, trials=trials)
+        return replace(plan, candidates=count)
     amount = Amount.of(plan.budget)
-    affordable = amount.affords(planned_cost(replace(plan, trials=1), space))
-    if plan.search == "grid" and affordable < trials:
-        raise ConfigError(f"--budget {plan.budget} pays for {affordable} settings, the grid has {trials}")
-    return replace(plan, trials=min(trials, affordable))
+    affordable = amount.affords(planned_cost(replace(plan, candidates=1), space))
+    if plan.search == "grid" and affordable < count:
+        raise ConfigError(f"--budget {plan.budget} pays for {affordable} settings, the grid has {count}")
+    return replace(plan, candidates=min(count, affordable))
 
 
 def planned_cost(plan: SweepPlan, space: Space) -> Cost:
@@ -124,7 +125,7 @@ def planned_cost(plan: SweepPlan, space: Space) -> Cost:
     step, evaluation = _newest_times(plan) if plan.gpus else (math.nan, math.nan)
     pauses = longer * evaluation * _evaluations(config.eval, start, config.train.steps) / steps
     run = run_cost(steps, answers, tokens, plan.gpus, longer * max(1.0, answers / least) * step + pauses)
-    return run.times(plan.trials * (plan.max_seeds or plan.seeds))
+    return run.times(plan.candidates * (plan.max_seeds or plan.seeds))
 
 
 def _algorithms(plan: SweepPlan, space: Space) -> list[AlgorithmConfig]:
@@ -221,7 +222,7 @@ def describe(plan: SweepPlan) -> str:
     found = cluster_nodes()
     where = f"{len(found)} {'node' if len(found) == 1 else 'nodes'}"
     seeds = f"{plan.seeds} to {plan.max_seeds}" if plan.max_seeds else f"{plan.seeds}"
-    trials = f"{plan.trials} settings x {seeds} seeds" if plan.seeds > 1 else f"{plan.trials} trials"
+    trials = f"{plan.candidates} settings x {seeds} seeds" if plan.seeds > 1 else f"{plan.candidates} trials"
     return (
         f"sweep {plan.name}: {trials}, {concurrency(plan, found)} at once on {where} "
         f"({plan.resources} each), {plan.config.train.steps} steps, search {plan.search}, scheduler {plan.scheduler}"
@@ -237,7 +238,7 @@ def schedule_of(plan: SweepPlan, space: Space, known: Mapping[str, TrialRecord] 
         eval_every=plan.config.eval.every_of(plan.metric),
         space=space,
         known=known or {},
-        settings=plan.trials,
+        settings=plan.candidates,
         seeds=plan.seeds,
         max_seeds=plan.max_seeds or plan.seeds,
         alpha=plan.alpha,
@@ -275,7 +276,7 @@ def create_sweep(plan: SweepPlan, storage: Storage) -> None:
     for left in ("run.json", "outbox"):  # by a start of an older rlx that was killed before its plan was written
         (folder / left).delete()
     tell_unscheduled(plan, varied_keys(load_space(plan.space, plan.tree)))
-    content, code = asdict(plan), Path(plan.space).read_text()
+    content, code = plan_content(plan), Path(plan.space).read_text()
     (folder / SIGNATURE).write_text(Signer.new().sign({"plan": content, "space": code}))
     (folder / _SPACE_FILE).write_text(code)
     (folder / PLAN_FILE).write_text(json.dumps(content, indent=1))

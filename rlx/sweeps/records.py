@@ -13,9 +13,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveInt, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
 
 from rlx.cluster.resources import ResourcePlan, plan_resources
 from rlx.config.errors import ConfigError, nearest
@@ -58,17 +58,22 @@ class TrialState(StrEnum):
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """What a sweep consists of. It is kept in the sweep's folder, so that the sweep can be resumed."""
+    """What a sweep consists of. It is kept in the sweep's folder, so that the sweep can be resumed.
+
+    A candidate is a point of the search space, of which each seed is a trial.
+    """
 
     name: str
     tree: dict[str, Any]  # the config that all trials share; its paths are absolute
     space: str  # path of the search space
-    trials: PositiveInt = 4  # settings to try; `plans.check_sweep` puts a grid's number here
+    candidates: Annotated[PositiveInt, Field(alias="trials")] = (
+        4  # to try; `plans.check_sweep` puts a grid's number here
+    )
     search: SearchName = "random"
     scheduler: SchedulerName = "none"
-    seeds: PositiveInt = 1  # runs of each setting
+    seeds: PositiveInt = 1  # runs of each candidate
     max_seeds: PositiveInt | None = None  # of a race, which adds seeds up to here; None: it adds none
-    alpha: float = DEFAULT_ALPHA  # of a race: its chance of dropping the best setting
+    alpha: float = DEFAULT_ALPHA  # of a race: its chance of dropping the best candidate
     max_concurrent: PositiveInt | None = None
     reuse: ReuseName = "engines"  # what stays in a trial's process for the next trial
     metric: MetricName = DEFAULT_METRIC  # by which trials are compared; every evaluation measures it
@@ -89,7 +94,7 @@ class SweepPlan:
     @property
     def total_trials(self) -> int:
         """How many trials it has, without those that a race may add."""
-        return self.seeds * self.trials
+        return self.seeds * self.candidates
 
     @property
     def gpus(self) -> float:
@@ -113,14 +118,23 @@ class SweepPlan:
         return replace(self, tree=tree, defaults=DEFAULTS)
 
 
+_PLAN = TypeAdapter(SweepPlan)
+
+
+def plan_content(plan: SweepPlan) -> dict[str, Any]:
+    """Returns the fields of a plan as its file has them, which calls the number of candidates `trials`."""
+    content: dict[str, Any] = _PLAN.dump_python(plan, by_alias=True)
+    return content
+
+
 def read_plan(content: Any) -> SweepPlan:
-    """Returns the plan with such fields.
+    """Returns the plan with such fields, see `plan_content`.
 
     Raises:
         ConfigError: a field is missing, unknown, or has a wrong value.
     """
     try:
-        return TypeAdapter(SweepPlan).validate_python(content)
+        return _PLAN.validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"{'.'.join(map(str, first['loc']))} {first['input']!r:.60}: {first['msg']}") from None

@@ -329,14 +329,14 @@ def _trial_source(
     options: TrialOptions,
 ) -> TrialSource:
     first_of_each_setting = [known[name].settings for name in sorted(known)][: plan.total_trials : plan.seeds]
-    search = searchers.searcher(plan.search, space, plan.trials, plan.config.seed, first_of_each_setting)
+    search = searchers.searcher(plan.search, space, plan.candidates, plan.config.seed, first_of_each_setting)
     return TrialSource(search, space, records, options, known)
 
 
 def _options(plan: SweepPlan, room: Room, race: Race | None) -> TrialOptions:
     seed = plan.config.seed
     return TrialOptions(
-        count=plan.trials,
+        count=plan.candidates,
         seeds=[seed + i for i in range(plan.seeds)] if plan.seeds > 1 else [],
         limit=None if plan.scheduler in PAUSING else room.trials,
         pausing=plan.scheduler in PAUSING,

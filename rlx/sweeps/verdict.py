@@ -26,10 +26,10 @@ def race_lines(plan: SweepPlan, records: Mapping[str, TrialRecord]) -> list[str]
     if plan.scheduler != "race":
         return []
     race = Race(schedule_of(plan, {}, records))
-    names = [trial_name(number_of(setting, 0, plan.trials, plan.seeds)) for setting in range(plan.trials)]
+    names = [trial_name(number_of(setting, 0, plan.candidates, plan.seeds)) for setting in range(plan.candidates)]
     labels = settings_labels([{k: v for k, v in records[name].settings.items() if k != "seed"} for name in names])
     out = sorted((each for each in race.standings.items() if each[1].is_out), key=_last_first)
-    lost = [i for i in range(plan.trials) if i not in race.live and i not in dict(out)]
+    lost = [i for i in range(plan.candidates) if i not in race.live and i not in dict(out)]
     behind = [_behind(labels, setting, standing) for setting, standing in out]
     if out:
         share = f"at most {100 * plan.alpha:.3g} % of races"
@@ -49,7 +49,7 @@ def _last_first(each: tuple[int, Standing]) -> tuple[int, int, float]:
 def _failures(plan: SweepPlan, records: Mapping[str, TrialRecord]) -> Counter[int]:
     """How many trials of each setting failed."""
     failed = [trial_number(name) for name, record in records.items() if record.state is TrialState.FAILED]
-    return Counter(place_of(number, plan.trials, plan.seeds)[0] for number in failed)
+    return Counter(place_of(number, plan.candidates, plan.seeds)[0] for number in failed)
 
 
 def _left(race: Race, labels: list[str], failures: Counter[int]) -> list[str]:

@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from rlx.runs.train_run import RunError
 from rlx.storage.addresses import open_storage
 from rlx.storage.claims import ClaimedError
 from rlx.storage.filesystem import Storage
-from rlx.sweeps.records import PLAN_FILE, SweepPlan
+from rlx.sweeps.records import PLAN_FILE, SweepPlan, plan_content
 
 COMMAND = """
 import signal, sys, time
@@ -170,7 +169,7 @@ def test_sweeps_without_a_name_that_start_at_once_get_names_of_their_own(tmp_pat
         sweep.claimed_plan(args, storage, {}, given) as (first, restarted),
         sweep.claimed_plan(args, storage, {}, given) as (second, _),
     ):
-        assert (first.name, second.name, first.trials, restarted) == ("sweep-1", "sweep-2", 3, [])
+        assert (first.name, second.name, first.candidates, restarted) == ("sweep-1", "sweep-2", 3, [])
     assert not (storage / "sweeps").names()
 
 
@@ -178,7 +177,7 @@ def test_a_sweep_is_continued_by_one_at_a_time(tmp_path: Path) -> None:
     storage = Storage.local(tmp_path)
     folder = storage / "sweeps" / "s"
     plan = SweepPlan("s", {"train": {"steps": 3}}, str(tmp_path / "space.py"))
-    (folder / "sweep.json").write_text(json.dumps(asdict(plan)))
+    (folder / "sweep.json").write_text(json.dumps(plan_content(plan)))
     (folder / "space.py").write_text("")
     tree = {"storage": str(tmp_path)}
     args, given = sweep_options("--resume")
@@ -199,7 +198,7 @@ def test_a_sweep_goes_on_where_its_files_lie_elsewhere(tmp_path: Path, monkeypat
     storage = Storage.local(tmp_path)
     folder = storage / "sweeps" / "s"
     plan = SweepPlan("s", {"train": {"steps": 3}, "data": {"source": "/gone/sums.jsonl"}}, str(tmp_path / "space.py"))
-    (folder / "sweep.json").write_text(json.dumps(asdict(plan)))
+    (folder / "sweep.json").write_text(json.dumps(plan_content(plan)))
     (folder / "space.py").write_text("")
     args, given = sweep_options("--resume", "--trust", "--data.source", "sums.jsonl", "--ray-address", "auto")
     sweep.refuse_options(args, given)

@@ -34,7 +34,7 @@ def plan(tmp_path: Path, empty_database: Path) -> SweepPlan:
         "train": {"steps": 20, "prompts_per_step": 4, "samples_per_prompt": 2},
         "rollout": {"max_tokens": 10},
     }
-    return SweepPlan("s", tree, str(tmp_path / "space.py"), trials=4, seeds=3)
+    return SweepPlan("s", tree, str(tmp_path / "space.py"), candidates=4, seeds=3)
 
 
 def with_budget(plan: SweepPlan, budget: str, **more: Any) -> SweepPlan:
@@ -51,7 +51,7 @@ def test_each_trial_costs_at_most_what_the_largest_numbers_of_the_space_do(plan:
     assert plans.planned_cost(plan, sizes).tokens == 240 * (4 * 8) * 20
     varied = "from ray import tune\ndef space():\n    return {'train.prompts_per_step': tune.choice([8, 16])}\n"
     Path(plan.space).write_text(varied)
-    assert with_budget(plan, "30ktokens").trials == 1  # each at most 60 steps with 16 x 2 answers of 10 tokens
+    assert with_budget(plan, "30ktokens").candidates == 1  # each at most 60 steps with 16 x 2 answers of 10 tokens
     assert plans.prospects(plan)[0] == "at most 240 steps, 76,800 tokens"
 
 
@@ -79,13 +79,13 @@ def test_answers_that_are_not_trained_on_count(
 
 
 def test_as_many_settings_are_tried_as_the_budget_pays_for(plan: SweepPlan) -> None:
-    assert [with_budget(plan, text).trials for text in ("120steps", "200steps", "15ktokens", "9000steps")] == [
+    assert [with_budget(plan, text).candidates for text in ("120steps", "200steps", "15ktokens", "9000steps")] == [
         2,
         3,
         3,
         4,
     ]
-    assert with_budget(plan, "240steps", search="grid").trials == 3
+    assert with_budget(plan, "240steps", search="grid").candidates == 3
     with pytest.raises(ConfigError, match=r"^--budget 120steps pays for 2 settings, the grid has 3$"):
         with_budget(plan, "120steps", search="grid")
     with pytest.raises(ConfigError, match=r"^--budget in gpu-h: runs use no GPU; give steps or tokens$"):
@@ -107,7 +107,7 @@ def test_gpu_hours_need_a_run_that_has_told_how_long_a_step_takes(plan: SweepPla
     assert plans.planned_cost(with_gpus, twice).gpu_seconds == pytest.approx(240 * 2 * (step + pauses) * gpus)
     more = {"train.prompts_per_step": tune.choice([4, 12])}
     assert plans.planned_cost(with_gpus, more).gpu_seconds == pytest.approx(240 * (3 * step + pauses) * gpus)
-    assert with_budget(with_gpus, f"{math.ceil(3 * 60 * 1.575 * gpus)}gpu-s").trials == 3
+    assert with_budget(with_gpus, f"{math.ceil(3 * 60 * 1.575 * gpus)}gpu-s").candidates == 3
     often = replace(with_gpus, tree=with_gpus.tree | {"eval": {"every": 0, "sets": [{"name": "held", "every": 5}]}})
     assert plans.planned_cost(often, {}).gpu_seconds == pytest.approx(240 * (step + 0.5 * 5 / 20) * gpus)
 
@@ -133,7 +133,7 @@ def test_a_branched_sweep_costs_the_steps_that_its_trials_do(plan: SweepPlan, tm
     whole = {"checkpoint": {"init_from": str(start), "init_state": "all"}}
     branched = replace(plan, tree=plan.tree | whole)
     assert plans.planned_cost(branched, {}) == (12 * 5, 12 * 5 * 8 * 10, 0)
-    assert with_budget(branched, "35steps").trials == 2  # each takes three seeds of five steps
+    assert with_budget(branched, "35steps").candidates == 2  # each takes three seeds of five steps
     shutil.rmtree(start)  # a resume says again what the sweep costs
     assert plans.planned_cost(branched, {}).steps == 60
     fresh = replace(plan, tree=plan.tree | {"checkpoint": {"init_from": str(start)}})

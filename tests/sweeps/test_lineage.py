@@ -184,7 +184,7 @@ def test_a_run_with_the_schedule_of_a_lineage_has_its_numbers(
         "{'train.actor_lr': tune.loguniform(1e-5, 1e-3)}",
         {"functions": {"length": 1.0}, "length_target": 3},
     )
-    options: dict[str, Any] = {"scheduler": "pbt", "trials": 2, "metric": "eval/reward"}
+    options: dict[str, Any] = {"scheduler": "pbt", "candidates": 2, "metric": "eval/reward"}
     plan, storage = prepared(tiny_model, tmp_path, space, {"reward": lengths}, **options)
     tuner.run_sweep(plan, storage, watch=News().watch)
     folder, varied = storage / "sweeps" / "s", ["train.actor_lr"]

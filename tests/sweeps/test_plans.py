@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,17 @@ from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import SIGNATURE, Signer
 from rlx.sweeps import plans, trainable, tuner
 from rlx.sweeps.callback import DriverState
-from rlx.sweeps.records import PLAN_FILE, SweepPlan, TrialRecord, TrialRecords, TrialState, find_sweep, trial_name
+from rlx.sweeps.records import (
+    PLAN_FILE,
+    SweepPlan,
+    TrialRecord,
+    TrialRecords,
+    TrialState,
+    find_sweep,
+    plan_content,
+    read_plan,
+    trial_name,
+)
 from rlx.sweeps.tuner import SweepTuner
 from rlx.tracking import outbox
 from rlx.tracking.services import mlflow
@@ -36,7 +46,7 @@ def storage(tmp_path: Path) -> Storage:
 
 
 def record(storage: Storage, plan: SweepPlan) -> None:
-    folder, content = storage / "sweeps" / plan.name, asdict(plan)
+    folder, content = storage / "sweeps" / plan.name, plan_content(plan)
     (folder / "sweep.json").write_text(json.dumps(content))
     (folder / "space.py").write_text(SPACE)
     (folder / SIGNATURE).write_text(Signer.new().sign({"plan": content, "space": SPACE}))
@@ -44,6 +54,19 @@ def record(storage: Storage, plan: SweepPlan) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a resume may change
+
+
+def test_a_plan_is_kept_under_the_names_that_its_file_has_always_had() -> None:
+    kept = {
+        "name": "s", "tree": TREE, "space": "space.py", "trials": 2, "search": "random", "scheduler": "none",
+        "seeds": 3, "max_seeds": None, "alpha": 0.05, "max_concurrent": None, "reuse": "engines",
+        "metric": "eval/accuracy", "mode": "max", "budget": None, "rung_by": "steps", "defaults": 3,
+    }  # fmt: skip
+    plan = SweepPlan("s", TREE, "space.py", candidates=2, seeds=3)
+    assert plan.config.train.steps == 3  # what a plan has worked out is no part of it
+    assert json.dumps(plan_content(plan), indent=1) == json.dumps(kept, indent=1)
+    assert read_plan(kept) == plan
+    assert (plan.candidates, plan.total_trials) == (2, 6)
 
 
 def test_a_sweep_goes_on_with_the_addresses_of_today(storage: Storage) -> None:
@@ -105,7 +128,7 @@ def test_another_sweep_is_refused_the_name_of_one_that_is_kept(storage: Storage,
     kept = plans.continued_sweep(storage, "s", {"ray_address": "auto", "data.source": "/here/sums.jsonl"})
     assert tuner._of_trials(kept) == tuner._of_trials(plans.saved_sweep(storage, "s"))
     (tmp_path / "other.py").write_text("def space():\n    return {'train.actor_lr': 1e-3}\n")
-    changes = {"trials": 9}, {"tree": kept.tree | {"seed": 9}}, {"space": str(tmp_path / "other.py")}
+    changes = {"candidates": 9}, {"tree": kept.tree | {"seed": 9}}, {"space": str(tmp_path / "other.py")}
     for change in changes:
         with pytest.raises(ConfigError, match=r"^sweep 's' exists in .*: --resume s continues it$"):
             tuner.make_tuner(replace(kept, **change), storage)
@@ -187,7 +210,7 @@ def made_tuner(tmp_path: Path, **options: Any) -> SweepTuner:
     run_config = tune.RunConfig(name="tune", storage_path=str(tmp_path))
     plan = SweepPlan("s", TREE | {"storage": str(tmp_path)}, str(tmp_path / "space.py"), **options)
     folder = Storage.local(tmp_path) / "sweeps" / "s"
-    (folder / PLAN_FILE).write_text(json.dumps(asdict(plan)))
+    (folder / PLAN_FILE).write_text(json.dumps(plan_content(plan)))
     return SweepTuner(
         plan,
         folder,
@@ -197,17 +220,17 @@ def made_tuner(tmp_path: Path, **options: Any) -> SweepTuner:
     )
 
 
-@pytest.mark.parametrize(("trials", "most"), [(4, "200"), (90, "270")])  # of 3 seeds
+@pytest.mark.parametrize(("candidates", "most"), [(4, "200"), (90, "270")])  # of 3 seeds
 def test_tune_may_start_all_trials_while_it_runs_and_the_variable_is_as_before(
-    trials: int, most: str, place: Path, monkeypatch: pytest.MonkeyPatch
+    candidates: int, most: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = list[str | None]()
     monkeypatch.setattr(tune.Tuner, "fit", lambda self: seen.append(os.environ.get(PENDING)))
     monkeypatch.delenv(PENDING, raising=False)
-    made_tuner(place, trials=trials, seeds=3).fit()
+    made_tuner(place, candidates=candidates, seeds=3).fit()
     assert (seen, PENDING in os.environ) == ([most], False)
     monkeypatch.setenv(PENDING, "7")
-    made_tuner(place, trials=trials, seeds=3).fit()
+    made_tuner(place, candidates=candidates, seeds=3).fit()
     assert (seen, os.environ[PENDING]) == ([most, most], "7")
 
 
@@ -264,7 +287,7 @@ def test_a_race_is_kept_by_its_tuner_once_all_trials_have_ended(place: Path, mon
     monkeypatch.setattr(tune.Tuner, "fit", lambda self: None)
     uri = mlflow.default_uri(place)
     for state in (TrialState.OPEN, TrialState.FINISHED):
-        made = made_tuner(place, trials=2, seeds=2, scheduler="race")
+        made = made_tuner(place, candidates=2, seeds=2, scheduler="race")
         records = TrialRecords(made._folder)
         for number in range(4):
             records.write(trial_name(number), TrialRecord(settings={"seed": number}, state=state, reports=[(3, 0.5)]))
@@ -296,7 +319,7 @@ def test_failures_are_one_line_each() -> None:
 def test_a_sweep_that_is_not_over_was_interrupted(
     states: list[TrialState], interrupted: bool, is_whole: bool, storage: Storage
 ) -> None:
-    plan, folder = SweepPlan("s", TREE, "space.py", trials=2), storage / "sweeps" / "s"
+    plan, folder = SweepPlan("s", TREE, "space.py", candidates=2), storage / "sweeps" / "s"
     records = TrialRecords(folder)
     for number, state in enumerate(states):
         records.write(f"trial_{number:05d}", TrialRecord(settings={}, state=state))

@@ -285,7 +285,7 @@ def test_added_trials_that_are_open_go_on_after_a_resume(tmp_path: Path) -> None
 
 def test_the_result_is_said_in_sentences() -> None:
     plan = SweepPlan(
-        "s", {"train": {"steps": STEPS}, "eval": {"every": 2}}, "x.py", trials=3, seeds=3, scheduler="race"
+        "s", {"train": {"steps": STEPS}, "eval": {"every": 2}}, "x.py", candidates=3, seeds=3, scheduler="race"
     )
     given = schedule()
     for means, said in (
@@ -319,7 +319,9 @@ def test_the_result_is_said_in_sentences() -> None:
         )
 
 
-RACE = SweepPlan("s", {"train": {"steps": STEPS}, "eval": {"every": 2}}, "x.py", trials=3, seeds=3, scheduler="race")
+RACE = SweepPlan(
+    "s", {"train": {"steps": STEPS}, "eval": {"every": 2}}, "x.py", candidates=3, seeds=3, scheduler="race"
+)
 
 
 def with_failures(values: Curves, failed: Mapping[int, int]) -> list[str]:

@@ -56,7 +56,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Changing:
 
 def room_of(tmp_path: Path, **options: Any) -> Room:
     tree = {"scaling": {"num_workers": 1}, "rollout": {"num_engines": 1}}
-    return Room(SweepPlan("s", tree, str(tmp_path / "space.py"), trials=8, **options), [NeededModel("m", "model.path")])
+    return Room(
+        SweepPlan("s", tree, str(tmp_path / "space.py"), candidates=8, **options), [NeededModel("m", "model.path")]
+    )
 
 
 def test_trials_at_once_follow_the_cluster_as_it_grows_and_shrinks(cluster: Changing, tmp_path: Path) -> None:

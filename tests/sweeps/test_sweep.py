@@ -60,7 +60,7 @@ def test_concurrency_never_exceeds_the_room(ray_cluster: None, tmp_path: Path) -
     assert room.concurrency(SweepPlan("s", tree, space), found) == 2  # of 1.5 CPU each, in 4
     assert room.concurrency(SweepPlan("s", tree, space, max_concurrent=1), found) == 1
     assert room.concurrency(SweepPlan("s", tree, space, max_concurrent=9), found) == 2
-    assert room.concurrency(SweepPlan("s", tree, space, trials=1), found) == 1
+    assert room.concurrency(SweepPlan("s", tree, space, candidates=1), found) == 1
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_prompts_that_trials_may_have_are_refused_as_those_of_a_run(
     monkeypatch.chdir(tmp_path)
     space = space_file(tmp_path, f"{{{', '.join(f'{key!r}: tune.choice({varied[key]})' for key in varied)}}}")
     tree = {"data": {"source": "good.jsonl", "params": {}}}
-    plan = SweepPlan("s", tree, space, search=search, trials=16)
+    plan = SweepPlan("s", tree, space, search=search, candidates=16)
     with pytest.raises(ConfigError, match=f"^{line}") if line else nullcontext():
         plans.check_sweep(plan)
 
@@ -153,7 +153,7 @@ def test_prompts_are_read_once_for_each_way_to_read_them(
     read, check = list[DataConfig](), sources.check_source
     monkeypatch.setattr(sources, "check_source", lambda *given: (read.append(given[1]), check(*given)))
     tree = {"data": {"source": str(tmp_path / "good.jsonl"), "params": {}}}
-    plans.check_sweep(SweepPlan("s", tree, space, search=search, trials=12))
+    plans.check_sweep(SweepPlan("s", tree, space, search=search, candidates=12))
     assert len(read) in times
     if len(read) == 20:
         assert {each.answer_column for each in read} == {f"a{i}" for i in range(20)}
@@ -201,7 +201,7 @@ def created(plan: SweepPlan, storage: Storage) -> SweepPlan:
 def test_a_sweep_whose_trials_the_cluster_cannot_hold_cannot_begin(ray_cluster: None, tmp_path: Path) -> None:
     space = space_file(tmp_path, "{'train.actor_lr': tune.uniform(0, 1)}")
     tree = {"storage": str(tmp_path), "scaling": {"placement_strategy": "STRICT_PACK"}}
-    plan = SweepPlan("s", tree, space, scheduler="pbt", trials=40)
+    plan = SweepPlan("s", tree, space, scheduler="pbt", candidates=40)
     with pytest.raises(ConfigError, match=r"^--scheduler pbt with 40 trials, \d at once, needs scaling"):
         plans.check_can_begin(plan)
     plans.check_can_begin(replace(plan, scheduler="asha"))
@@ -210,8 +210,8 @@ def test_a_sweep_whose_trials_the_cluster_cannot_hold_cannot_begin(ray_cluster: 
 def test_a_grid_within_a_random_search_is_counted_once(tmp_path: Path) -> None:
     text = "{'train.actor_lr': tune.loguniform(1e-6, 1e-4), 'algorithm.kl_coef': tune.grid_search([0, 0.01, 0.1])}"
     storage, space = open_storage(str(tmp_path)), space_file(tmp_path, text)
-    made = created(SweepPlan("s", {"storage": str(tmp_path)}, space, trials=2), storage)
-    assert made.trials == plans.saved_sweep(storage, "s").trials == 6
+    made = created(SweepPlan("s", {"storage": str(tmp_path)}, space, candidates=2), storage)
+    assert made.candidates == plans.saved_sweep(storage, "s").candidates == 6
 
 
 def test_a_resume_uses_the_search_space_as_it_was(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_a_start_that_was_killed_before_its_plan_leaves_its_record_to_no_other_s
     plans.open_record(created(plan, storage), folder)
     dead = outbox.run_id(folder)
     (tmp_path / "sweeps" / "s" / "sweep.json").unlink()  # an older rlx opened the record first
-    plans.open_record(created(replace(plan, trials=7), storage), folder)
+    plans.open_record(created(replace(plan, candidates=7), storage), folder)
     run = mlflow.client(mlflow.default_uri(tmp_path)).get_run(outbox.run_id(folder))
     assert (run.info.run_id != dead, run.data.params["trials"]) == (True, "7")
 
@@ -498,7 +498,7 @@ def test_a_trial_that_goes_on_from_a_better_one_continues_it_bit_for_bit(
     tiny_model: Path, place: Path, nothing_left: NothingLeft
 ) -> None:
     space = "{'reward.answer_pattern': tune.grid_search(['()', '(?!)']), 'train.actor_lr': tune.loguniform(1e-5, 1e-3)}"
-    plan, storage = prepared(tiny_model, place, space, scheduler="pbt", trials=1)
+    plan, storage = prepared(tiny_model, place, space, scheduler="pbt", candidates=1)
     results = tuner.run_sweep(plan, storage, watch=News().watch)
     nothing_left(15)
 
@@ -662,7 +662,7 @@ def test_a_killed_trial_goes_on_or_leaves_nothing(
     retries: int, tiny_model: Path, place: Path, nothing_left: NothingLeft
 ) -> None:
     again = {"scaling": {"max_failures": retries}}
-    plan, storage = prepared(tiny_model, place, "{'reward.answer_pattern': '()'}", again, trials=1)
+    plan, storage = prepared(tiny_model, place, "{'reward.answer_pattern': '()'}", again, candidates=1)
     news = News()
     killed: list[int] = []
 
@@ -686,7 +686,7 @@ def test_a_killed_trial_goes_on_or_leaves_nothing(
 def test_a_watcher_that_fails_does_not_end_the_sweep(
     tiny_model: Path, place: Path, nothing_left: NothingLeft, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan, storage = prepared(tiny_model, place, "{'reward.answer_pattern': '()'}", trials=1)
+    plan, storage = prepared(tiny_model, place, "{'reward.answer_pattern': '()'}", candidates=1)
 
     def broken(trial: str, settings: Mapping[str, Any], metrics: Mapping[str, Any], what: str) -> None:
         raise BrokenPipeError("the terminal is gone")

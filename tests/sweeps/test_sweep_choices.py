@@ -1,6 +1,5 @@
 """What is refused in a plan of a sweep before Ray is imported."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.sweep import SchedulerName
 from rlx.sweeps.choices import check_choices, check_key, tell_unscheduled
 from rlx.sweeps.plans import schedule_of
-from rlx.sweeps.records import SweepPlan, read_plan
+from rlx.sweeps.records import SweepPlan, plan_content, read_plan
 
 FILES = {
     "space.py": "def space(): return {'train.actor_lr': 1, key: 2, **more}",
@@ -82,11 +81,11 @@ def test_a_sweep_is_judged_by_any_metric_of_its_sets_when_that_is_measured(tmp_p
     for metric, expected in rungs.items():
         check_choices(plan(tmp_path, metric))
         assert schedule_of(plan(tmp_path, metric), {}).rungs == expected
-    assert read_plan(asdict(plan(tmp_path, "eval/held/maj@8"))).metric == "eval/held/maj_at_8"
+    assert read_plan(plan_content(plan(tmp_path, "eval/held/maj@8"))).metric == "eval/held/maj_at_8"
 
 
 def test_a_plan_of_before_has_its_rungs_in_steps(tmp_path: Path) -> None:
-    content = asdict(plan(tmp_path, "eval/reward"))
+    content = plan_content(plan(tmp_path, "eval/reward"))
     del content["rung_by"]
     assert read_plan(content) == plan(tmp_path, "eval/reward")
     assert read_plan(content | {"rung_by": "tokens"}).rung_by == "tokens"

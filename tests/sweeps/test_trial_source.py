@@ -157,7 +157,7 @@ def test_a_search_goes_on_where_the_best_lies_beside_what_cannot_work(name: Sear
 def test_settings_that_a_search_suggests_go_together(folder: Storage) -> None:
     """A step of 4 prompts and 1 sample of each has no 8 mini-batches."""
     sizes = {"prompts_per_step": 4, "samples_per_prompt": 1}
-    plan = SweepPlan("s", {"train": sizes}, "space.py", trials=12, search="optuna")
+    plan = SweepPlan("s", {"train": sizes}, "space.py", candidates=12, search="optuna")
     space = {"train.num_minibatches": tune.choice([1, 8]), "train.prompts_per_step": tune.choice([4, 8])}
     room: Any = SimpleNamespace(trials=lambda open_trials: 99)
     source = tuner._trial_source(plan, TrialRecords(folder), space, {}, tuner._options(plan, room, None))
