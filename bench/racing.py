@@ -190,12 +190,12 @@ def draw(kind: Kind, schedule: Schedule, rng: np.random.RandomState) -> NDArray[
     """What runs report at each rung, [settings, seeds, rungs]: shares of 512 right answers. Half of the chance in a
     run stays with it from rung to rung."""
     rungs = [*schedule.rungs, schedule.steps]
-    shape = (schedule.settings, schedule.max_seeds)
+    shape = (schedule.candidates, schedule.max_seeds)
     lasting, passing = rng.standard_normal((*shape, 1)), rng.standard_normal((*shape, len(rungs)))
     chance = np.array(kind.spreads)[:, None, None] * (lasting + passing) / np.sqrt(2)
     chance = chance + kind.of_seeds * rng.standard_normal((1, schedule.max_seeds, 1))
     fallen = 0.3 * (kind.collapse - (rng.uniform(size=(*shape, 1)) < kind.collapse))
-    true = [[kind.curve(setting, step, schedule.steps) for step in rungs] for setting in range(schedule.settings)]
+    true = [[kind.curve(setting, step, schedule.steps) for step in rungs] for setting in range(schedule.candidates)]
     return np.asarray(np.round((np.array(true)[:, None, :] + fallen + chance) * 512) / 512)
 
 
@@ -204,11 +204,11 @@ def race(kind: Kind, schedule: Schedule, rng: np.random.RandomState) -> tuple[Ra
     values, rungs = draw(kind, schedule, rng), [*schedule.rungs, schedule.steps]
 
     def values_of(number: int) -> dict[int, float]:
-        return dict(zip(rungs, values[place_of(number, schedule.settings, schedule.seeds)].tolist(), strict=True))
+        return dict(zip(rungs, values[place_of(number, schedule.candidates, schedule.seeds)].tolist(), strict=True))
 
     scheduler = RaceScheduler(schedule)
     tune = Tune(scheduler, values_of, lambda running: running[rng.randint(len(running))])
-    tune.run(range(schedule.settings * schedule.seeds), slots=5)
+    tune.run(range(schedule.candidates * schedule.seeds), slots=5)
     return scheduler.race, tune.steps
 
 
@@ -315,7 +315,7 @@ def main() -> None:
 def row(kind: Kind, args: argparse.Namespace) -> str:
     settings = len(kind.means)
     schedule = Schedule(
-        20, 5, {}, settings=settings, seeds=args.seeds, max_seeds=args.max_seeds, alpha=args.alpha, mode="max"
+        20, 5, {}, candidates=settings, seeds=args.seeds, max_seeds=args.max_seeds, alpha=args.alpha, mode="max"
     )
     counts = count(kind, schedule, args.sweeps)
     full = schedule.steps * settings * args.sweeps

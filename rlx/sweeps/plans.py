@@ -238,7 +238,7 @@ def schedule_of(plan: SweepPlan, space: Space, known: Mapping[str, TrialRecord] 
         eval_every=plan.config.eval.every_of(plan.metric),
         space=space,
         known=known or {},
-        settings=plan.candidates,
+        candidates=plan.candidates,
         seeds=plan.seeds,
         max_seeds=plan.max_seeds or plan.seeds,
         alpha=plan.alpha,

@@ -330,15 +330,15 @@ def trial_number(name: str) -> int:
     return int(name.rpartition("_")[2])
 
 
-def number_of(setting: int, turn: int, settings: int, seeds: int) -> int:
-    """Returns the number of the trial that runs a setting on one of its seeds: the first `seeds` of a setting follow
-    each other; those that are added later follow all of these, a turn of all settings after the other."""
-    return setting * seeds + turn if turn < seeds else turn * settings + setting
+def number_of(candidate: int, seed_index: int, candidates: int, seeds: int) -> int:
+    """Returns the number of the trial that runs a candidate on one of its seeds: the first `seeds` of a candidate
+    follow each other; those that are added later follow all of these, for each added seed one of every candidate."""
+    return candidate * seeds + seed_index if seed_index < seeds else seed_index * candidates + candidate
 
 
-def place_of(number: int, settings: int, seeds: int) -> tuple[int, int]:
-    """Returns the setting and the turn of a trial by its number, see `number_of`."""
-    if number < settings * seeds:
+def place_of(number: int, candidates: int, seeds: int) -> tuple[int, int]:
+    """Returns the candidate of a trial by its number, and the index of its seed, see `number_of`."""
+    if number < candidates * seeds:
         return divmod(number, seeds)
-    turn, setting = divmod(number, settings)
-    return setting, turn
+    seed_index, candidate = divmod(number, candidates)
+    return candidate, seed_index

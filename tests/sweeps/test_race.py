@@ -34,14 +34,14 @@ Curves = Mapping[int, Mapping[int, float]]  # by the trial's number and step
 NOISE = [[0.001, -0.002, 0.0005, 0.0012, -0.0003], [-0.0011, 0.0004, 0.0021, -0.0007, 0.0009]]
 
 
-def schedule(settings: int = 3, seeds: int = 3, **more: Any) -> Schedule:
-    return Schedule(STEPS, 2, {}, settings=settings, seeds=seeds, **({"max_seeds": seeds} | more))
+def schedule(candidates: int = 3, seeds: int = 3, **more: Any) -> Schedule:
+    return Schedule(STEPS, 2, {}, candidates=candidates, seeds=seeds, **({"max_seeds": seeds} | more))
 
 
 def curves(means: Sequence[float], seeds: int, given: Schedule) -> Curves:
-    """The second and all later settings vary a little from seed to seed, differently; nobody learns anything."""
+    """The second and all later candidates vary a little from seed to seed, differently; nobody learns anything."""
     return {
-        number_of(i, k, given.settings, given.seeds): {
+        number_of(i, k, given.candidates, given.seeds): {
             step: mean + (NOISE[i % 2][k] if i else 0) + 0.02 * k for step in range(1, STEPS + 1)
         }
         for i, mean in enumerate(means)
@@ -61,7 +61,7 @@ def play(
     reports: float = float("inf"),
 ) -> Tune:
     tune = Tune(RaceScheduler(given), values.__getitem__, pick)
-    first = [number for number in range(given.settings * given.seeds) if trial_name(number) not in ended(given)]
+    first = [number for number in range(given.candidates * given.seeds) if trial_name(number) not in ended(given)]
     tune.run(first, slots, reports)
     return tune
 
@@ -85,7 +85,7 @@ def last_steps(tune: Tune) -> dict[int, int]:
 
 def test_a_look_is_taken_at_each_rung_and_for_each_seed_that_may_be_added() -> None:
     assert Race(schedule(max_seeds=5)).looks == [Look(2, 3), Look(4, 3), Look(8, 3), Look(8, 4), Look(8, 5)]
-    assert Race(Schedule(7, 0, {}, settings=2, seeds=2, max_seeds=2)).looks == [Look(7, 2)]
+    assert Race(Schedule(7, 0, {}, candidates=2, seeds=2, max_seeds=2)).looks == [Look(7, 2)]
 
 
 def test_a_setting_that_is_behind_for_certain_stops_at_the_rung_with_all_its_seeds() -> None:
@@ -185,7 +185,7 @@ def outcome(race: Race) -> tuple[list[int], Mapping[int, Any]]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_order_of_reports_and_the_number_of_slots_change_nothing(seed: int) -> None:
-    given = schedule(settings=6, max_seeds=5)
+    given = schedule(candidates=6, max_seeds=5)
     values, rng = curves(CLOSE, 5, given), random.Random(seed)
     expected, other = play(given, values), play(given, values, slots=1 + seed, pick=rng.choice)
     assert outcome(race_of(other)) == outcome(race_of(expected))
@@ -208,11 +208,13 @@ def records_of(tune: Tune, values: Curves) -> dict[str, TrialRecord]:
 
 @pytest.mark.parametrize("reports", range(1, 130, 6))
 def test_a_sweep_that_was_killed_anywhere_ends_as_if_it_had_not_been(reports: int) -> None:
-    given = schedule(settings=6, max_seeds=5)
+    given = schedule(candidates=6, max_seeds=5)
     values = curves(CLOSE, 5, given)
     expected, killed = play(given, values), play(given, values, slots=4, reports=reports)
     known = records_of(killed, values)
-    resumed = play(schedule(settings=6, max_seeds=5, known=known), values, slots=3, pick=random.Random(reports).choice)
+    resumed = play(
+        schedule(candidates=6, max_seeds=5, known=known), values, slots=3, pick=random.Random(reports).choice
+    )
     assert outcome(race_of(resumed)) == outcome(race_of(expected))
 
 

@@ -33,9 +33,9 @@ class Driven(Played):
 class Made:
     """A made-up sweep: what its trials report, and which of those that run reports next."""
 
-    def __init__(self, settings: int, seeds: int, unit: RungUnit, seed: int = 0) -> None:
-        self.settings, self.seeds, self.unit, rng = settings, seeds, unit, random.Random(seed)
-        numbers, steps = range(settings * seeds), range(EVERY, STEPS + 1, EVERY)
+    def __init__(self, candidates: int, seeds: int, unit: RungUnit, seed: int = 0) -> None:
+        self.candidates, self.seeds, self.unit, rng = candidates, seeds, unit, random.Random(seed)
+        numbers, steps = range(candidates * seeds), range(EVERY, STEPS + 1, EVERY)
         self.values = {number: {step: rng.random() for step in steps} for number in numbers}
         self.tokens = {number: {step: step * (20.0 + 0.7 * number) for step in steps} for number in numbers}
         self.turns = {(number, step): rng.random() for number in numbers for step in steps}  # who reports first
@@ -57,7 +57,7 @@ class Session(Tune):
             {},
             known=self.known,
             records=self.records,
-            settings=made.settings,
+            candidates=made.candidates,
             seeds=made.seeds,
             rung_by=made.unit,
         )

@@ -15,7 +15,7 @@ Report = tuple[int, float, float]
 """step, tokens or seconds so far, accuracy"""
 
 
-class Setting:
+class Shown:
     """A trial as schedulers see it."""
 
     is_saving = False
@@ -28,19 +28,19 @@ class Setting:
 
 
 class Controller:
-    def __init__(self, trials: Sequence[Setting]) -> None:
+    def __init__(self, trials: Sequence[Shown]) -> None:
         self.trials = trials
 
-    def get_trials(self) -> Sequence[Setting]:
+    def get_trials(self) -> Sequence[Shown]:
         return self.trials
 
-    def stop_trial(self, trial: Setting) -> None:
+    def stop_trial(self, trial: Shown) -> None:
         trial.status = Trial.TERMINATED
 
 
 def decided(name: SchedulerName, schedule: Schedule, reports: Sequence[tuple[int, Report]], metric: str) -> list[str]:
     """What a scheduler says of each report, of (trial, report) in the order in which they come."""
-    trials = [Setting(number) for number in range(schedule.settings * schedule.seeds)]
+    trials = [Shown(number) for number in range(schedule.candidates * schedule.seeds)]
     scheduler: TrialScheduler = SCHEDULERS[name](schedule)
     scheduler.set_search_properties(DEFAULT_METRIC, "max")
     controller: Any = Controller(trials)
@@ -55,8 +55,8 @@ def decided(name: SchedulerName, schedule: Schedule, reports: Sequence[tuple[int
     return said
 
 
-def by(rungs: RungUnit, settings: int = 2, seeds: int = 1, **more: Any) -> Schedule:
-    return Schedule(16, 2, {}, settings=settings, seeds=seeds, rung_by=rungs, **more)
+def by(rungs: RungUnit, candidates: int = 2, seeds: int = 1, **more: Any) -> Schedule:
+    return Schedule(16, 2, {}, candidates=candidates, seeds=seeds, rung_by=rungs, **more)
 
 
 # Both learn 0.1 of accuracy with every 64 tokens; the second draws twice as many in a step.
@@ -105,5 +105,5 @@ def test_median_compares_with_what_others_had_at_as_many_tokens() -> None:
     """Three others have a mean of 0.2 up to 100 tokens, and 0.1 up to step 2. Who has 0.15 is between these."""
     others = [(n, report) for n in range(3) for report in ((2, 50.0, 0.1), (4, 100.0, 0.3), (6, 150.0, 0.5))]
     low = (3, (2, 100.0, 0.15))
-    assert decided("median", by("tokens", settings=4), [*others, low], "tokens/total")[-1] == "STOP"
-    assert decided("median", by("steps", settings=4), [*others, low], "tokens/total")[-1] == "CONTINUE"
+    assert decided("median", by("tokens", candidates=4), [*others, low], "tokens/total")[-1] == "STOP"
+    assert decided("median", by("steps", candidates=4), [*others, low], "tokens/total")[-1] == "CONTINUE"

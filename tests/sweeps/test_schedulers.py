@@ -70,7 +70,7 @@ def run(
     listed = [common | {"accuracy": value} for value in accuracies]
     reports = [(begun, 0.5)] if begun else []
     known = {trial_name(i): TrialRecord(settings={}, reports=reports) for i in range(len(listed))}
-    scheduler = SCHEDULERS[name](replace(schedule, known=known, settings=len(listed)))
+    scheduler = SCHEDULERS[name](replace(schedule, known=known, candidates=len(listed)))
     race = scheduler.race if isinstance(scheduler, RaceScheduler) else None
     options = TrialOptions(len(listed), seeds, pausing=name in PAUSING, race=race)
     trials = TrialSource(ListSearch(listed), {}, TrialRecords(open_storage(str(folder))), options)

@@ -20,8 +20,8 @@ def in_step(running: Sequence[Played]) -> Played:
     return min(running, key=lambda trial: (trial.last_result[TIME], trial.number))
 
 
-def scheduler_of(name: SchedulerName, settings: int, seeds: int, known: Mapping[str, TrialRecord]) -> TrialScheduler:
-    return SCHEDULERS[name](Schedule(STEPS, 2, {}, known=known, settings=settings, seeds=seeds))
+def scheduler_of(name: SchedulerName, candidates: int, seeds: int, known: Mapping[str, TrialRecord]) -> TrialScheduler:
+    return SCHEDULERS[name](Schedule(STEPS, 2, {}, known=known, candidates=candidates, seeds=seeds))
 
 
 def last_steps(
@@ -30,19 +30,19 @@ def last_steps(
     slots: int = 99,
     known: Mapping[str, TrialRecord] | None = None,
 ) -> list[list[int]]:
-    """The last step of each setting on each seed, of trials that report the same accuracy at every step."""
-    settings, seeds = len(accuracies), len(accuracies[0])
+    """The last step of each candidate on each seed, of trials that report the same accuracy at every step."""
+    candidates, seeds = len(accuracies), len(accuracies[0])
 
     def values_of(number: int) -> dict[int, float]:
-        setting, turn = place_of(number, settings, seeds)
-        return dict.fromkeys(range(1, STEPS + 1), accuracies[setting][turn])
+        candidate, seed_index = place_of(number, candidates, seeds)
+        return dict.fromkeys(range(1, STEPS + 1), accuracies[candidate][seed_index])
 
-    tune = Tune(scheduler_of(name, settings, seeds, known or {}), values_of, in_step)
-    failed = {number for number in range(settings * seeds) if trial_name(number) in (known or {})}
-    tune.run([number for number in range(settings * seeds) if number not in failed], slots)
+    tune = Tune(scheduler_of(name, candidates, seeds, known or {}), values_of, in_step)
+    failed = {number for number in range(candidates * seeds) if trial_name(number) in (known or {})}
+    tune.run([number for number in range(candidates * seeds) if number not in failed], slots)
     assert {trial.status for trial in tune.trials} == {Trial.TERMINATED}
     ends = {trial.number: trial.last_result[TIME] for trial in tune.trials}
-    return [[ends.get(number_of(i, k, settings, seeds), 0) for k in range(seeds)] for i in range(settings)]
+    return [[ends.get(number_of(i, k, candidates, seeds), 0) for k in range(seeds)] for i in range(candidates)]
 
 
 def test_asha_stops_a_setting_whose_mean_is_low_with_all_its_seeds() -> None:
@@ -76,12 +76,12 @@ def test_a_setting_of_which_a_seed_failed_is_judged_by_the_others() -> None:
 
 
 class Told:
-    """A scheduler of settings with two seeds that a test tells what their trials did."""
+    """A scheduler of candidates with two seeds that a test tells what their trials did."""
 
-    def __init__(self, settings: int) -> None:
-        self.scheduler = scheduler_of("asha", settings, 2, {})
+    def __init__(self, candidates: int) -> None:
+        self.scheduler = scheduler_of("asha", candidates, 2, {})
         self.scheduler.set_search_properties(METRIC, "max")
-        self.trials = [Played(number, {}) for number in range(2 * settings)]
+        self.trials = [Played(number, {}) for number in range(2 * candidates)]
         for trial in self.trials:
             self.scheduler.on_trial_add(None, trial)
 
@@ -91,7 +91,7 @@ class Told:
 
 def test_a_rung_that_others_reported_before_a_seed_failed_is_judged() -> None:
     """The second setting is behind at 2, but not at 4 and 6, which its other seed has reported by then."""
-    told = Told(settings=2)
+    told = Told(candidates=2)
     assert [told.report(number, step, 0.5) for step in (2, 4) for number in (0, 1)] == ["CONTINUE"] * 4
     assert [told.report(2, 2, 0.1), told.report(2, 4, 0.9)] == ["CONTINUE"] * 2
     told.scheduler.on_trial_error(None, told.trials[3])
@@ -99,7 +99,7 @@ def test_a_rung_that_others_reported_before_a_seed_failed_is_judged() -> None:
 
 
 def test_the_rungs_of_a_setting_whose_last_seed_failed_count_for_the_others() -> None:
-    told = Told(settings=2)
+    told = Told(candidates=2)
     for step in (2, 4, 6):
         told.report(0, step, 0.5)
     told.scheduler.on_trial_complete(None, told.trials[0], {TIME: 8, METRIC: 0.5})
@@ -108,7 +108,7 @@ def test_the_rungs_of_a_setting_whose_last_seed_failed_count_for_the_others() ->
 
 
 def test_a_seed_that_fails_on_the_way_is_missed_from_then_on_and_back_when_it_is_tried_again() -> None:
-    told = Told(settings=2)
+    told = Told(candidates=2)
     scheduler, trials, report = told.scheduler, told.trials, told.report
     assert [report(0, 2, 0.5), report(1, 2, 0.5), report(2, 2, 0.1)] == ["CONTINUE"] * 3
     scheduler.on_trial_error(None, trials[3])

@@ -188,7 +188,7 @@ def test_a_scheduler_is_told_what_trials_did_before_a_resume_by_their_names(tmp_
     known = {"trial_00001": TrialRecord(settings={}, reports=[(5, 0.5)])}
     plan = SweepPlan("s", {}, space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}"), trials=7, seeds=2)
     schedule = plans.schedule_of(plan, {}, known)
-    assert (schedule.known, schedule.settings, schedule.seeds, schedule.max_seeds) == (known, 7, 2, 2)
+    assert (schedule.known, schedule.candidates, schedule.seeds, schedule.max_seeds) == (known, 7, 2, 2)
 
 
 def created(plan: SweepPlan, storage: Storage) -> SweepPlan:

@@ -1,4 +1,4 @@
-"""Schedulers by name. Left out: what they know of a sweep (`schedule`), and how they see settings (`seeds_as_one`)."""
+"""Schedulers by name. Left out: what they know of a sweep (`schedule`), how they see candidates (`seeds_as_one`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rlx.sweeps.schedulers.schedule import Schedule
 from rlx.sweeps.schedulers.seeds_as_one import AsOne
 
 
-def _of_settings(inner: TrialScheduler, schedule: Schedule) -> TrialScheduler:
-    """One of Ray's schedulers as rlx uses it: it judges settings, and knows on a resume what it knew before."""
+def _of_candidates(inner: TrialScheduler, schedule: Schedule) -> TrialScheduler:
+    """One of Ray's schedulers as rlx uses it: it judges candidates, and knows on a resume what it knew before."""
     return Remembering(AsOne(inner, schedule), schedule)
 
 
@@ -25,26 +25,26 @@ def _asha(schedule: Schedule) -> TrialScheduler:
     """Stops the worse half at each rung (Li et al. 2020); the first rung comes after the first evaluation."""
     unit = schedule.rung_by
     if unit != "steps":
-        return _of_settings(DoublingRungs(unit), schedule)
+        return _of_candidates(DoublingRungs(unit), schedule)
     asha = ASHAScheduler(time_attr=unit, max_t=schedule.steps + 1, grace_period=schedule.first_rung, reduction_factor=2)
-    return _of_settings(asha, schedule)
+    return _of_candidates(asha, schedule)
 
 
 def _hyperband(schedule: Schedule) -> TrialScheduler:
-    """Successive halving in brackets; each rung waits for all of its settings (Li et al. 2018)."""
+    """Successive halving in brackets; each rung waits for all of its candidates (Li et al. 2018)."""
     hyperband = HyperBandScheduler(time_attr=schedule.rung_by, max_t=schedule.steps + 1, reduction_factor=2)
-    return _of_settings(hyperband, schedule)
+    return _of_candidates(hyperband, schedule)
 
 
 def _median(schedule: Schedule) -> TrialScheduler:
-    """Stops a setting whose best is below the median of the others' means so far (Golovin et al. 2017)."""
+    """Stops a candidate whose best is below the median of the others' means so far (Golovin et al. 2017)."""
     median = MedianStoppingRule(
         time_attr=schedule.rung_by,
         grace_period=schedule.first_rung if schedule.rung_by == "steps" else 1.0,  # not before training
         min_samples_required=3,
         min_time_slice=math.inf,  # otherwise it pauses a trial at each step until there are three others
     )
-    return _of_settings(median, schedule)
+    return _of_candidates(median, schedule)
 
 
 SCHEDULERS: dict[SchedulerName, Callable[[Schedule], TrialScheduler]] = {

@@ -1,6 +1,6 @@
-"""Successive halving where settings reach a rung between two of their evaluations: rungs in tokens or GPU-seconds.
+"""Successive halving where candidates reach a rung between two of their evaluations: rungs in tokens or GPU-seconds.
 
-Left out: what a setting with several seeds has taken (`seeds_as_one`), and what Ray decides at a rung.
+Left out: what a candidate with several seeds has taken (`seeds_as_one`), and what Ray decides at a rung.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LONGEST = 2**62  # more than any run takes
 class DoublingRungs(ASHAScheduler):  # type: ignore[misc]
     """Stops the worse half at rungs of 1, 2, 4, 8, ... tokens or GPU-seconds, so nothing need be known of runs before.
 
-    Settings are evaluated at equal steps, where each has taken another amount. So that they are compared at equal
+    Candidates are evaluated at equal steps, where each has taken another amount. So that they are compared at equal
     amounts, the value at a rung is on the straight line between the evaluations before and after it. Of several rungs
     between two evaluations the last one counts.
     """

@@ -2,7 +2,7 @@
 
 A trial that was behind went on from a checkpoint of a better one with other settings. Its lineage are the stretches of
 runs that lead to its last weights; with the settings of each stretch from its first step on, one run does them all.
-Left out: running it (rlx.sweeps.tuner), and whether it is better than one setting from start to end (rlx.analysis).
+Left out: running it (rlx.sweeps.tuner), and whether it is better than one candidate from start to end (rlx.analysis).
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ from rlx.sweeps.schedulers.schedule import TIME, Schedule
 
 
 class RaceScheduler(TrialScheduler):
-    """Stops the settings that a race shows to be behind the best, and adds seeds to those that are left.
+    """Stops the candidates that a race shows to be behind the best, and adds seeds to those that are left.
 
-    A trial pauses at a rung until all settings that are left have reported it, so trials of few slots take turns. Tune
-    reports final failures to the trial source alone, which tells the race.
+    A trial pauses at a rung until all candidates that are left have reported it, so trials of few slots take turns.
+    Tune reports final failures to the trial source alone, which tells the race.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -50,7 +50,7 @@ class RaceScheduler(TrialScheduler):
         return next_to_run(tune_controller, self._may_go_on)
 
     def debug_string(self) -> str:
-        return f"race: {len(self.race.live)} of {self.schedule.settings} settings are left"
+        return f"race: {len(self.race.live)} of {self.schedule.candidates} settings are left"
 
     def _may_go_on(self, trial: Trial) -> bool:
         return not self.race.waits(_number(trial), trial.last_result[TIME])

@@ -23,10 +23,10 @@ class Schedule:
     space: Space
     known: Mapping[str, TrialRecord] = field(default_factory=dict)  # by trial name, of before a resume
     records: TrialRecords | None = None  # where what schedulers are told is noted; None: nowhere
-    settings: int = 1
-    seeds: int = 1  # of each setting
+    candidates: int = 1
+    seeds: int = 1  # of each candidate
     max_seeds: int = 1  # which a race may add up to
-    alpha: float = DEFAULT_ALPHA  # a race's chance of dropping the best setting
+    alpha: float = DEFAULT_ALPHA  # a race's chance of dropping the best candidate
     mode: Mode = MODE
     rung_by: RungUnit = "steps"  # in which rungs are
     gpus: float = 0.0  # of a trial
@@ -53,13 +53,13 @@ class Schedule:
         return taken * self.gpus if self.rung_by == "gpu-seconds" else taken
 
     def place_of(self, number: int) -> tuple[int, int]:
-        """The setting and the turn of a trial, see `number_of`."""
-        return place_of(number, self.settings, self.seeds)
+        """The candidate of a trial and the index of its seed, see `number_of`."""
+        return place_of(number, self.candidates, self.seeds)
 
-    def number_of(self, setting: int, turn: int) -> int:
-        """The number of the trial that runs a setting on one of its seeds."""
-        return number_of(setting, turn, self.settings, self.seeds)
+    def number_of(self, candidate: int, seed_index: int) -> int:
+        """The number of the trial that runs a candidate on one of its seeds."""
+        return number_of(candidate, seed_index, self.candidates, self.seeds)
 
-    def setting_of(self, trial: str) -> int:
-        """The number of the setting that a trial, by name, runs."""
+    def candidate_of(self, trial: str) -> int:
+        """The number of the candidate that a trial, by name, runs."""
         return self.place_of(trial_number(trial))[0]

@@ -1,4 +1,4 @@
-"""Shows one of Ray's schedulers each setting as one trial, whatever the number of its seeds.
+"""Shows one of Ray's schedulers each candidate as one trial, whatever the number of its seeds.
 
 The scheduler is told the mean over the seeds, once all of them have reported a step: of the metric, and of what they
 have taken by then (steps, tokens or GPU-seconds), which is the scheduler's time. What it decides holds for all of
@@ -27,13 +27,13 @@ _STATUS = {
 _ACTION = {status: action for action, status in _STATUS.items()}
 
 
-class SettingTrial:
-    """A setting with all its seeds, as what Ray's schedulers take for a trial."""
+class CandidateTrial:
+    """A candidate with all its seeds, as what Ray's schedulers take for a trial."""
 
     is_saving = False  # HyperBand asks for it
 
     def __init__(self, number: int, schedule: Schedule) -> None:
-        self.trial_id = f"setting_{number:05d}"
+        self.trial_id = f"candidate_{number:05d}"
         self.status = Trial.RUNNING  # what its trials are to do
         self.is_known = False  # to the scheduler
         self.judged = -1  # the last step of which the scheduler was told
@@ -74,7 +74,7 @@ class SettingTrial:
 
 
 class AsOne(TrialScheduler):
-    """One of Ray's schedulers, to which a setting with all its seeds is one trial."""
+    """One of Ray's schedulers, to which a candidate with all its seeds is one trial."""
 
     def __init__(self, inner: TrialScheduler, schedule: Schedule) -> None:
         """
@@ -82,89 +82,89 @@ class AsOne(TrialScheduler):
             inner: its `time_attr` is `schedule.rung_by`.
         """
         super().__init__()
-        self.inner, self.schedule, self._shown = inner, schedule, _Settings(self)
-        self._settings: dict[int, SettingTrial] = {}
+        self.inner, self.schedule, self._shown = inner, schedule, _Candidates(self)
+        self._candidates: dict[int, CandidateTrial] = {}
 
     def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
         is_set = super().set_search_properties(metric, mode, **spec)
         return bool(self.inner.set_search_properties(metric, mode, **spec) and is_set)
 
     def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
-        setting = self._setting(trial)
-        setting.begin(str(trial))
-        if not setting.is_known and setting.status != Trial.TERMINATED:
-            setting.is_known = True
-            self.inner.on_trial_add(self._shown, setting)
+        candidate = self._candidate(trial)
+        candidate.begin(str(trial))
+        if not candidate.is_known and candidate.status != Trial.TERMINATED:
+            candidate.is_known = True
+            self.inner.on_trial_add(self._shown, candidate)
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
-        setting = self._setting(trial)
+        candidate = self._candidate(trial)
         if self.schedule.is_evaluation(result):
-            setting.add(str(trial), result[TIME], self.schedule.amount(result), result[self.metric])
-            while setting.status == Trial.RUNNING and (report := setting.next_report(self.metric)):
-                setting.status = _STATUS[self.inner.on_trial_result(self._shown, setting, report)]
-                if setting.status == Trial.TERMINATED:
-                    self.finish(setting, report)
-        return _ACTION[setting.status]
+            candidate.add(str(trial), result[TIME], self.schedule.amount(result), result[self.metric])
+            while candidate.status == Trial.RUNNING and (report := candidate.next_report(self.metric)):
+                candidate.status = _STATUS[self.inner.on_trial_result(self._shown, candidate, report)]
+                if candidate.status == Trial.TERMINATED:
+                    self.finish(candidate, report)
+        return _ACTION[candidate.status]
 
     def on_trial_complete(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> None:
         """Takes the last report as well: Tune shows it here alone."""
-        setting = self._setting(trial)
+        candidate = self._candidate(trial)
         if self.metric in result and self.schedule.is_evaluation(result):
-            setting.add(str(trial), result[TIME], self.schedule.amount(result), result[self.metric])
+            candidate.add(str(trial), result[TIME], self.schedule.amount(result), result[self.metric])
         self._end(trial)
 
     def on_trial_remove(self, tune_controller: Any, trial: Trial) -> None:
         self._end(trial)
 
     def on_trial_error(self, tune_controller: Any, trial: Trial) -> None:
-        """The setting goes on with its other seeds, judged at their next report: Tune may try the trial again."""
+        """The candidate goes on with its other seeds, judged at their next report: Tune may try the trial again."""
         self._end(trial, failed=True)
 
     def choose_trial_to_run(self, tune_controller: Any) -> Trial | None:
-        """Ends paused trials of settings that were stopped, too: only here can that be done at any time."""
-        end_paused(tune_controller, lambda trial: self._setting(trial).status == Trial.TERMINATED)
+        """Ends paused trials of candidates that were stopped, too: only here can that be done at any time."""
+        end_paused(tune_controller, lambda trial: self._candidate(trial).status == Trial.TERMINATED)
         while chosen := self.inner.choose_trial_to_run(self._shown):
             chosen.status = Trial.RUNNING
-        return next_to_run(tune_controller, lambda trial: self._setting(trial).status == Trial.RUNNING)
+        return next_to_run(tune_controller, lambda trial: self._candidate(trial).status == Trial.RUNNING)
 
     def debug_string(self) -> str:
         return str(self.inner.debug_string())
 
-    def _setting(self, trial: Trial) -> SettingTrial:
-        number = self.schedule.setting_of(str(trial))
-        return self._settings.setdefault(number, SettingTrial(number, self.schedule))
+    def _candidate(self, trial: Trial) -> CandidateTrial:
+        number = self.schedule.candidate_of(str(trial))
+        return self._candidates.setdefault(number, CandidateTrial(number, self.schedule))
 
     def _end(self, trial: Trial, *, failed: bool = False) -> None:
-        setting = self._setting(trial)
-        setting.end(str(trial), failed=failed)
-        if setting.is_over:
-            last = setting.next_report(self.metric)
-            while last and setting.status == Trial.RUNNING and (report := setting.next_report(self.metric)):
-                setting.status = _STATUS[self.inner.on_trial_result(self._shown, setting, last)]
-                last = last if setting.status == Trial.TERMINATED else report
-            self.finish(setting, last)
+        candidate = self._candidate(trial)
+        candidate.end(str(trial), failed=failed)
+        if candidate.is_over:
+            last = candidate.next_report(self.metric)
+            while last and candidate.status == Trial.RUNNING and (report := candidate.next_report(self.metric)):
+                candidate.status = _STATUS[self.inner.on_trial_result(self._shown, candidate, last)]
+                last = last if candidate.status == Trial.TERMINATED else report
+            self.finish(candidate, last)
 
-    def finish(self, setting: SettingTrial, report: dict[str, Any] | None) -> None:
-        """Tells the scheduler once that a setting is over."""
-        if not setting.is_known:
+    def finish(self, candidate: CandidateTrial, report: dict[str, Any] | None) -> None:
+        """Tells the scheduler once that a candidate is over."""
+        if not candidate.is_known:
             return
-        setting.is_known = False
+        candidate.is_known = False
         if report:
-            self.inner.on_trial_complete(self._shown, setting, report)
+            self.inner.on_trial_complete(self._shown, candidate, report)
         else:
-            self.inner.on_trial_remove(self._shown, setting)
+            self.inner.on_trial_remove(self._shown, candidate)
 
 
-class _Settings:
-    """What Ray's schedulers see of Tune: settings instead of trials."""
+class _Candidates:
+    """What Ray's schedulers see of Tune: candidates instead of trials."""
 
     def __init__(self, scheduler: AsOne) -> None:
         self._scheduler = scheduler
 
-    def get_trials(self) -> list[SettingTrial]:
-        return []  # no setting starts or waits by itself
+    def get_trials(self) -> list[CandidateTrial]:
+        return []  # no candidate starts or waits by itself
 
-    def stop_trial(self, setting: SettingTrial) -> None:
-        """Stops a setting that is paused: its trials end when they are looked at next."""
-        setting.status = Trial.TERMINATED
-        self._scheduler.finish(setting, None)
+    def stop_trial(self, candidate: CandidateTrial) -> None:
+        """Stops a candidate that is paused: its trials end when they are looked at next."""
+        candidate.status = Trial.TERMINATED
+        self._scheduler.finish(candidate, None)
