@@ -92,7 +92,7 @@ def check_sweep(plan: SweepPlan) -> SweepPlan:
     search = searchers.searcher(plan.search, space, plan.candidates, plan.config.seed)
     check_candidates(searchers.known_settings(search, space), plan.space, plan.tree)
     is_list = isinstance(search, searchers.ListSearch)
-    return _within_budget(plan, space, len(search.settings) if is_list else plan.candidates)
+    return _within_budget(plan, space, len(search.candidates) if is_list else plan.candidates)
 
 
 def _within_budget(plan: SweepPlan, space: Space, count: int) -> SweepPlan:

@@ -1,4 +1,4 @@
-"""Searches by name: they choose a sweep's settings from its search space.
+"""Searches by name: they choose a sweep's candidates from its search space.
 
 A search is a Searcher of Ray Tune: it suggests settings, and is told their accuracy.
 Left out: which trial runs when, and what is kept of it (`trial_source`).
@@ -22,28 +22,28 @@ from rlx.config.sweep import DEFAULT_METRIC, SearchName
 from rlx.sweeps.space import MODE, SINGLE_VALUE, Space, complete_settings, extremes, names_prompts, quantum
 
 Points = Sequence[dict[str, Any]]
-"""settings to suggest first, in this order: those that a sweep tried before a resume"""
+"""candidates to suggest first, in this order: those that a sweep tried before a resume"""
 
 
 _MOST_COMBINED = 200  # of the values of settings that say what prompts a trial has: each reads files
 
 
 class ListSearch(Searcher):
-    """Suggests the settings of a list and learns nothing."""
+    """Suggests the candidates of a list and learns nothing."""
 
-    def __init__(self, settings: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, candidates: Sequence[dict[str, Any]]) -> None:
         super().__init__(DEFAULT_METRIC, MODE)
-        self.settings = list(settings)
+        self.candidates = list(candidates)
 
     def suggest(self, trial_id: str) -> Any:
-        return self.settings.pop(0) if self.settings else Searcher.FINISHED
+        return self.candidates.pop(0) if self.candidates else Searcher.FINISHED
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         pass
 
 
 def _random(space: Space, count: int, seed: int, points: Points) -> Searcher:
-    """Samples each setting from its domain independently; the same seed gives the same settings in every sweep.
+    """Samples each setting from its domain independently; the same seed gives the same candidates in every sweep.
 
     Each sample has all values of a `grid_search`; where nothing is sampled, there is one.
     """
@@ -167,7 +167,7 @@ def searcher(name: SearchName, space: Space, count: int, seed: int, points: Poin
     """Returns a search by name.
 
     Args:
-        count: settings to try; a grid has its own number.
+        count: candidates to try; a grid has its own number.
         points: what the sweep had tried before a resume, in order.
 
     Raises:
@@ -188,7 +188,7 @@ def searcher(name: SearchName, space: Space, count: int, seed: int, points: Poin
         if isinstance(domain, Categorical) and not all(isinstance(value, SINGLE_VALUE) for value in domain.categories):
             raise ConfigError(f"--search {name}: the choices of {key} must be numbers, texts or booleans")
     tried = [{key: settings[key] for key in varied} for settings in points]
-    return SEARCHES[name](varied, count, seed + len(tried), tried)  # the same seed would give the same settings again
+    return SEARCHES[name](varied, count, seed + len(tried), tried)  # the same seed would give the same ones again
 
 
 def known_settings(search: Searcher, space: Space) -> list[dict[str, Any]]:
@@ -198,7 +198,7 @@ def known_settings(search: Searcher, space: Space) -> list[dict[str, Any]]:
     more than `_MOST_COMBINED`, in so many that each value is in one.
     """
     if isinstance(search, ListSearch):
-        return [complete_settings(space, settings) for settings in search.settings]
+        return [complete_settings(space, settings) for settings in search.candidates]
     values = {key: extremes(domain) for key, domain in space.items() if names_prompts(key)}
     combined: Iterable[tuple[Any, ...]] = product(*values.values())
     if math.prod(map(len, values.values())) > _MOST_COMBINED:

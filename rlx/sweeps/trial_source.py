@@ -2,8 +2,8 @@
 
 On a resume Tune starts without state: it gets the trials that are not over, in the same order, and searches get the
 values of those that are. This needs nothing but the records.
-Left out: how settings are chosen (`searchers`), running the trials (`tuner`, `trainable`), and what schedulers are told
-again (`schedulers`).
+Left out: how candidates are chosen (`searchers`), running the trials (`tuner`, `trainable`), and what schedulers are
+told again (`schedulers`).
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from rlx.sweeps.schedulers.race import Race
 from rlx.sweeps.space import MODE, Space, complete_settings
 
 _LOG = logging.getLogger("rlx")
-_MOST_REFUSED = 100  # suggestions for one setting: a search may suggest nothing else for ever
+_MOST_REFUSED = 100  # suggestions for one candidate: a search may suggest nothing else for ever
 
 
 @dataclass(frozen=True)
 class TrialOptions:
     """Which trials a sweep has, and how they run."""
 
-    count: int  # settings to try
-    seeds: Sequence[int] = ()  # of the runs of each setting; none: the sweep does not set the seed
+    candidates: int  # to try
+    seeds: Sequence[int] = ()  # of the runs of each candidate; none: the sweep does not set the seed
     limit: Callable[[int], int] | None = None  # (trials not over) -> how many may run at once; None: Tune decides
     pausing: bool = False  # a trial may be paused, and continue in the process of another
     metric: str = DEFAULT_METRIC  # by which trials are compared
     mode: Mode = MODE
-    race: Race | None = None  # adds seeds to settings, and hears of trials that failed
+    race: Race | None = None  # adds seeds to candidates, and hears of trials that failed
     check: Callable[[Mapping[str, Any]], object] | None = None  # raises ConfigError for settings that cannot work
 
 
 class SeededSearch:
-    """A search whose every setting is tried with all seeds, and is judged by the mean over them."""
+    """A search whose every candidate is tried with all seeds, and is judged by the mean over them."""
 
     def __init__(self, search: Searcher, space: Space, options: TrialOptions) -> None:
-        self._search, self._space, self._count, self._check = search, space, options.count, options.check
+        self._search, self._space, self._count, self._check = search, space, options.candidates, options.check
         self._seeds: list[int | None] = [*options.seeds] or [None]
-        self._settings: dict[int, dict[str, Any]] = {}  # by setting, without a seed
-        self._values: dict[int, list[float | None]] = {}  # by setting, the values of its trials so far
-        self._ids, self._asked = dict[int, str](), itertools.count()  # by setting, its id in the search
+        self._settings: dict[int, dict[str, Any]] = {}  # by candidate, without a seed
+        self._values: dict[int, list[float | None]] = {}  # by candidate, the values of its trials so far
+        self._ids, self._asked = dict[int, str](), itertools.count()  # by candidate, its id in the search
         self._lowest: float | None = None  # of the values that the search was told
         self._has_refused = self.is_exhausted = False
 
@@ -62,17 +62,17 @@ class SeededSearch:
 
         None if there are no more trials (then `is_exhausted`), or if the search waits for results.
         """
-        setting, turn = divmod(number, len(self._seeds))
-        if turn == 0:
-            suggested = self._suggested(setting, is_new) if setting < self._count else Searcher.FINISHED
+        candidate, seed_index = divmod(number, len(self._seeds))
+        if seed_index == 0:
+            suggested = self._suggested(candidate, is_new) if candidate < self._count else Searcher.FINISHED
             if not isinstance(suggested, dict):
                 self.is_exhausted = suggested == Searcher.FINISHED
                 return None
-            self._settings[setting] = suggested
-        seed = self._seeds[turn]
-        return self._settings[setting] | ({} if seed is None else {"seed": seed})
+            self._settings[candidate] = suggested
+        seed = self._seeds[seed_index]
+        return self._settings[candidate] | ({} if seed is None else {"seed": seed})
 
-    def _suggested(self, setting: int, is_new: bool) -> dict[str, Any] | str | None:
+    def _suggested(self, candidate: int, is_new: bool) -> dict[str, Any] | str | None:
         """Returns the settings that the search suggests; None if it waits, FINISHED if it has no more.
 
         Settings that cannot work cost no trial: the search is told the lowest value so far. (It learns nothing of
@@ -80,15 +80,15 @@ class SeededSearch:
         """
         refused = 0
         while True:
-            self._ids[setting] = str(next(self._asked))
-            suggested = self._search.suggest(self._ids[setting])
+            self._ids[candidate] = str(next(self._asked))
+            suggested = self._search.suggest(self._ids[candidate])
             if not isinstance(suggested, dict):
                 return suggested
             settings = complete_settings(self._space, suggested)
             if not is_new or refused == _MOST_REFUSED or self._works(settings):
                 return settings
             refused += 1
-            self._end(setting, self._lowest)
+            self._end(candidate, self._lowest)
 
     def _works(self, settings: Mapping[str, Any]) -> bool:
         try:
@@ -102,35 +102,35 @@ class SeededSearch:
         return True
 
     def with_added_seed(self, number: int) -> dict[str, Any]:
-        """Returns the settings of a trial that a race has added: a setting of before with its next seed."""
-        setting, turn = place_of(number, self._count, len(self._seeds))
-        return self._settings[setting] | {"seed": (self._seeds[0] or 0) + turn}
+        """Returns the settings of a trial that a race has added: a candidate of before with its next seed."""
+        candidate, seed_index = place_of(number, self._count, len(self._seeds))
+        return self._settings[candidate] | {"seed": (self._seeds[0] or 0) + seed_index}
 
     def tell(self, number: int, value: float | None) -> None:
         """Takes a trial's value, None if it failed; gives the search the mean when all seeds are over.
 
         It hears nothing of seeds that were added later.
         """
-        setting, turn = place_of(number, self._count, len(self._seeds))
-        if turn >= len(self._seeds):
+        candidate, seed_index = place_of(number, self._count, len(self._seeds))
+        if seed_index >= len(self._seeds):
             return
-        values = self._values.setdefault(setting, [])
+        values = self._values.setdefault(candidate, [])
         values.append(value)
         if len(values) == len(self._seeds):
             known = [each for each in values if each is not None]
             mean = sum(known) / len(known) if known else None
-            self._end(setting, mean)
+            self._end(candidate, mean)
             if mean is not None and math.isfinite(mean):
                 self._lowest = mean if self._lowest is None else min(self._lowest, mean)
 
-    def _end(self, setting: int, value: float | None) -> None:
+    def _end(self, candidate: int, value: float | None) -> None:
         """Tells the search the value of what it has suggested, None if it failed."""
         result = None if value is None else {DEFAULT_METRIC: value}
-        self._search.on_trial_complete(self._ids[setting], result, error=value is None)
+        self._search.on_trial_complete(self._ids[candidate], result, error=value is None)
 
 
 class TrialSource(Searcher):
-    """The trials of a sweep as Tune asks for them: settings in the order of the search, each with all seeds."""
+    """The trials of a sweep as Tune asks for them: candidates in the order of the search, each with all seeds."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class TrialSource(Searcher):
     @property
     def _open(self) -> int:
         """How many trials are not over, those that are still to come included."""
-        return len(self._live) + self._options.count * max(1, len(self._options.seeds)) - self._next_number
+        return len(self._live) + self._options.candidates * max(1, len(self._options.seeds)) - self._next_number
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         self._live.discard(trial_id)

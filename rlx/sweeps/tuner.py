@@ -328,15 +328,15 @@ def _trial_source(
     known: Mapping[str, TrialRecord],
     options: TrialOptions,
 ) -> TrialSource:
-    first_of_each_setting = [known[name].settings for name in sorted(known)][: plan.total_trials : plan.seeds]
-    search = searchers.searcher(plan.search, space, plan.candidates, plan.config.seed, first_of_each_setting)
+    tried = [known[name].settings for name in sorted(known)][: plan.total_trials : plan.seeds]
+    search = searchers.searcher(plan.search, space, plan.candidates, plan.config.seed, tried)
     return TrialSource(search, space, records, options, known)
 
 
 def _options(plan: SweepPlan, room: Room, race: Race | None) -> TrialOptions:
     seed = plan.config.seed
     return TrialOptions(
-        count=plan.candidates,
+        candidates=plan.candidates,
         seeds=[seed + i for i in range(plan.seeds)] if plan.seeds > 1 else [],
         limit=None if plan.scheduler in PAUSING else room.trials,
         pausing=plan.scheduler in PAUSING,

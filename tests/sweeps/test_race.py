@@ -234,7 +234,7 @@ SETTINGS = [{"train.ppo_epochs": 1}, {"train.ppo_epochs": 2}, {"train.ppo_epochs
 
 
 def source_of(folder: Path, race: Race, known: Mapping[str, TrialRecord] | None = None) -> TrialSource:
-    options = TrialOptions(count=3, seeds=[7, 8, 9], pausing=True, race=race)
+    options = TrialOptions(candidates=3, seeds=[7, 8, 9], pausing=True, race=race)
     return TrialSource(ListSearch(SETTINGS), {}, TrialRecords(open_storage(str(folder))), options, known)
 
 

@@ -37,9 +37,9 @@ def suggestions(search: Searcher, count: int) -> list[Any]:
 
 def test_a_grid_that_nothing_is_sampled_beside_is_tried_once() -> None:
     lists = {"train.ppo_epochs": tune.grid_search([1, 2]), "train.actor_lr": 1e-4}
-    assert len(searcher("random", lists, 4, 0).settings) == 2  # type: ignore[attr-defined]
+    assert len(searcher("random", lists, 4, 0).candidates) == 2  # type: ignore[attr-defined]
     sampled = lists | {"algorithm.gae_lambda": tune.uniform(0.0, 1.0)}
-    assert len(searcher("random", sampled, 4, 0).settings) == 8  # type: ignore[attr-defined]
+    assert len(searcher("random", sampled, 4, 0).candidates) == 8  # type: ignore[attr-defined]
 
 
 def fitting(name: str) -> dict[str, Any]:
@@ -282,10 +282,10 @@ def test_a_grid_has_every_combination_once() -> None:
     assert isinstance(search, ListSearch)
     drawn = [
         tuple(each[key] for key in ("train.ppo_epochs", "algorithm.gae_lambda", "rollout.max_tokens"))
-        for each in search.settings
+        for each in search.candidates
     ]
     assert sorted(drawn) == [(e, lam, t) for e in (1, 2, 4) for lam in (0.9, 1.0) for t in (8, 16)]
-    assert {each["seed"] for each in search.settings} == {5}
+    assert {each["seed"] for each in search.candidates} == {5}
 
 
 def tell(search: Searcher, objective: Callable[[dict[str, Any]], float], count: int) -> list[float]:

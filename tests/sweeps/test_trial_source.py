@@ -83,7 +83,7 @@ class Asked:
 def trials(folder: Storage, search: Searcher | None = None, **options: Any) -> Asked:
     """Of a sweep over SETTINGS, as Tune has them before the first."""
     space, records = options.pop("space", {}), TrialRecords(folder)
-    chosen = TrialOptions(**{"count": 3} | options)
+    chosen = TrialOptions(**{"candidates": 3} | options)
     return Asked(TrialSource(search or ListSearch(SETTINGS), space, records, chosen), records)
 
 
@@ -121,7 +121,7 @@ def never(settings: Mapping[str, Any]) -> None:
 
 def test_suggestions_that_cannot_work_are_no_trials(folder: Storage, caplog: pytest.LogCaptureFixture) -> None:
     search = Recording()
-    given = all_of(some := trials(folder, search, count=2, check=even))
+    given = all_of(some := trials(folder, search, candidates=2, check=even))
     assert named(given) == {"trial_00000": {"train.ppo_epochs": 2}, "trial_00001": {"train.ppo_epochs": 4}}
     assert search.told == {"0": None, "2": None}
     assert caplog.messages == ["suggestions that cannot work are passed over; the first: odd"]
@@ -148,7 +148,7 @@ def test_a_search_goes_on_where_the_best_lies_beside_what_cannot_work(name: Sear
         if settings["train.prompts_per_step"] % settings["train.num_minibatches"]:
             raise ConfigError("no")
 
-    some = trials(folder, searchers.searcher(name, space, 30, 0), space=space, count=30, check=check)
+    some = trials(folder, searchers.searcher(name, space, 30, 0), space=space, candidates=30, check=check)
     while trial := some.next_trial():
         check(trial.config)
         ends(some, trial, trial.config["train.num_minibatches"] / 8 - trial.config["train.prompts_per_step"] / 16)
@@ -168,7 +168,7 @@ def test_settings_that_a_search_suggests_go_together(folder: Storage) -> None:
 
 
 def test_a_search_that_suggests_nothing_else_has_its_trials(folder: Storage) -> None:
-    assert [each.config for each in all_of(trials(folder, count=1, search=Recording(), check=never))] == [
+    assert [each.config for each in all_of(trials(folder, candidates=1, search=Recording(), check=never))] == [
         {"train.ppo_epochs": 101}
     ]
 
@@ -176,7 +176,7 @@ def test_a_search_that_suggests_nothing_else_has_its_trials(folder: Storage) -> 
 def test_trials_of_before_a_resume_are_not_passed_over(folder: Storage) -> None:
     """A newer rlx may refuse what it took."""
     write(folder, "trial_00000", TrialRecord(settings={"train.ppo_epochs": 1}))
-    given = all_of(trials(folder, Recording(), count=2, check=even))
+    given = all_of(trials(folder, Recording(), candidates=2, check=even))
     assert [each.config["train.ppo_epochs"] for each in given] == [1, 2]
 
 
@@ -260,7 +260,7 @@ def test_trials_are_numbered_in_the_order_of_the_search_and_recorded_before_they
 
 
 def test_a_search_without_an_end_gives_as_many_settings_as_asked_for(folder: Storage) -> None:
-    assert [trial.config["train.ppo_epochs"] for trial in all_of(trials(folder, Recording(), count=5))] == [
+    assert [trial.config["train.ppo_epochs"] for trial in all_of(trials(folder, Recording(), candidates=5))] == [
         1,
         2,
         3,
@@ -270,7 +270,7 @@ def test_a_search_without_an_end_gives_as_many_settings_as_asked_for(folder: Sto
 
 
 def test_each_setting_runs_with_all_seeds_before_the_next(folder: Storage) -> None:
-    given = all_of(trials(folder, count=2, seeds=[7, 8, 9]))
+    given = all_of(trials(folder, candidates=2, seeds=[7, 8, 9]))
     assert [(trial.config["train.ppo_epochs"], trial.config["seed"]) for trial in given] == [
         (epochs, seed) for epochs in (1, 2) for seed in (7, 8, 9)
     ]
@@ -312,7 +312,7 @@ def test_processes_stay_while_a_paused_trial_may_need_one(folder: Storage) -> No
 
 def test_a_search_is_told_the_mean_over_seeds_once_all_are_over(folder: Storage) -> None:
     search = Recording()
-    new = trials(folder, search, count=2, seeds=[0, 1, 2])
+    new = trials(folder, search, candidates=2, seeds=[0, 1, 2])
     given = all_of(new)
     for trial, value in zip(given[:2], (0.5, 1.0), strict=True):
         ends(new, trial, value)
@@ -327,7 +327,7 @@ def test_a_search_is_told_the_mean_over_seeds_once_all_are_over(folder: Storage)
 
 def test_a_search_for_low_values_is_told_that_they_are_high(folder: Storage) -> None:
     search = Recording()
-    some = trials(folder, search, count=2, metric="eval/length", mode="min")
+    some = trials(folder, search, candidates=2, metric="eval/length", mode="min")
     for trial, length in zip(all_of(some), (7.0, 3.0), strict=True):
         some.source.on_trial_complete(trial.trial_id, {"eval/length": length, DEFAULT_METRIC: 1.0})
     assert search.told == {"0": -7.0, "1": -3.0}
@@ -335,14 +335,14 @@ def test_a_search_for_low_values_is_told_that_they_are_high(folder: Storage) -> 
 
 def test_a_setting_of_which_all_seeds_failed_has_failed(folder: Storage) -> None:
     search = Recording()
-    new = trials(folder, search, count=1, seeds=[0, 1])
+    new = trials(folder, search, candidates=1, seeds=[0, 1])
     for trial in all_of(new):
         ends(new, trial, None)
     assert search.told == {"0": None}
 
 
 def test_a_search_that_waits_for_results_is_asked_again(folder: Storage) -> None:
-    new = trials(folder, Recording(waits=True), count=2)
+    new = trials(folder, Recording(waits=True), candidates=2)
     (first,) = all_of(new)
     assert new.next_trial() is None and not new.is_finished
     ends(new, first, 0.1)
@@ -382,10 +382,10 @@ def test_open_trials_go_on_under_their_names_and_the_rest_follows(folder: Storag
 
 
 def test_seeds_that_had_not_started_follow(folder: Storage) -> None:
-    first = trials(folder, count=2, seeds=[7, 8])
+    first = trials(folder, candidates=2, seeds=[7, 8])
     for _ in range(3):  # killed within the second setting
         first.next_trial()
-    resumed = named(all_of(trials(folder, count=2, seeds=[7, 8])))
+    resumed = named(all_of(trials(folder, candidates=2, seeds=[7, 8])))
     assert [(each["train.ppo_epochs"], each["seed"]) for each in resumed.values()] == [(1, 7), (1, 8), (2, 7), (2, 8)]
 
 
@@ -408,10 +408,10 @@ def test_a_search_is_told_of_what_is_over_in_its_order(folder: Storage) -> None:
 
 
 def test_a_search_is_told_the_mean_over_seeds_of_both_parts_of_a_sweep(folder: Storage) -> None:
-    all_of(trials(folder, count=1, seeds=[0, 1]))
+    all_of(trials(folder, candidates=1, seeds=[0, 1]))
     write(folder, "trial_00000", TrialRecord(settings={"train.ppo_epochs": 1, "seed": 0}, **FINISHED))
     search = Recording()
-    resumed = trials(folder, search, count=1, seeds=[0, 1])
+    resumed = trials(folder, search, candidates=1, seeds=[0, 1])
     (second,) = all_of(resumed)
     assert search.told == {}
     ends(resumed, second, 1.0)
