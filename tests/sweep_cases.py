@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from rlx.analysis.loading import WATCHED, Setting, Sweep, Trial
+from rlx.analysis.loading import WATCHED, SettingValue, Sweep, Trial
 from rlx.analysis.statistics import Group, group_trials
 from rlx.config.experiment import over_experiment
 from rlx.config.loading import from_tree, with_overrides
@@ -100,7 +100,7 @@ def open_run(uri: str, name: str, experiment: str, tags: Mapping[str, str], para
 
 
 def trial(
-    number: int, settings: Mapping[str, Setting], curve: Mapping[int, float], status: str = "FINISHED", **more: Any
+    number: int, settings: Mapping[str, SettingValue], curve: Mapping[int, float], status: str = "FINISHED", **more: Any
 ) -> Trial:
     steps = pd.Index(list(curve), name="step")
     history = pd.DataFrame({name: pd.Series(dtype=float) for name in WATCHED}, index=steps)

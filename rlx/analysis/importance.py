@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlx.analysis.loading import Setting
+from rlx.analysis.loading import SettingValue
 from rlx.analysis.statistics import Group
 from rlx.analysis.style import setting_text
 from rlx.config.errors import ConfigError
@@ -68,13 +68,13 @@ def on_log_scale(values: Sequence[float]) -> bool:
     return min(values) > 0 and max(values) > 10 * min(values)
 
 
-def numbers(values: Sequence[Setting]) -> list[float] | None:
+def numbers(values: Sequence[SettingValue]) -> list[float] | None:
     """The values as numbers; None if one of them is a text or unset."""
     converted = [float(value) for value in values if isinstance(value, int | float)]
     return converted if len(converted) == len(values) else None
 
 
-def _domain(values: Sequence[Setting]) -> BaseDistribution:
+def _domain(values: Sequence[SettingValue]) -> BaseDistribution:
     """The range or the choices of the values of a setting, as Optuna describes them."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution
 
@@ -84,7 +84,7 @@ def _domain(values: Sequence[Setting]) -> BaseDistribution:
     return FloatDistribution(min(as_numbers), max(as_numbers), log=on_log_scale(as_numbers))
 
 
-def _parameter(value: Setting, domain: BaseDistribution) -> float | str:
+def _parameter(value: SettingValue, domain: BaseDistribution) -> float | str:
     """A value in the form that the domain accepts."""
     from optuna.distributions import FloatDistribution
 

@@ -29,7 +29,8 @@ from rlx.tracking.parameters import setting_of
 from rlx.tracking.services import mlflow
 from rlx.tracking.services.mlflow_page import run_address
 
-Setting = int | float | str | None
+SettingValue = int | float | str | None
+"""the value of a setting, as MLflow has it"""
 
 SAMPLE_COLUMNS = ("prompt", "completion", "answer", "score")  # older sample tables also have the step
 RACE_FILE = "race.txt"
@@ -58,7 +59,7 @@ class Trial:
 
     name: str  # of the first run, without the prefix that names the sweep
     run_ids: tuple[str, ...]  # first attempt first
-    settings: dict[str, Setting]  # the varied ones, with the values of the last attempt
+    settings: dict[str, SettingValue]  # the varied ones, with the values of the last attempt
     status: RunStatus  # of the last attempt
     history: pd.DataFrame  # a row per step, a column per loaded metric, NaN where it was not logged; see `logged`
     stopped_at: int | None = None  # the step at which a scheduler stopped it

@@ -19,7 +19,7 @@ import yaml
 from rlx.analysis import loading, static_figure, statistics, tables
 from rlx.analysis.comparison.evidence import EVIDENCE_FILE, Evidence, as_json, weigh
 from rlx.analysis.comparison.wording import sweep_verdict
-from rlx.analysis.loading import Setting, Sweep, Trial
+from rlx.analysis.loading import SettingValue, Sweep, Trial
 from rlx.analysis.statistics import Group, best_first, group_trials
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.experiment import with_experiment
@@ -239,6 +239,6 @@ def _comparison_files(compared: Mapping[str, Sequence[Group]], sweep_name: str, 
 
 def _winner(sweep_name: str, groups: Sequence[Group]) -> Group:
     """The best of a sweep's settings, with the name of the sweep."""
-    best, settings = groups[0], dict[str, Setting](sweep=sweep_name)
+    best, settings = groups[0], dict[str, SettingValue](sweep=sweep_name)
     label = f"{sweep_name}: {best.label}"
     return replace(best, label=label, settings=settings | best.settings, chosen_from=len(groups))

@@ -22,7 +22,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from rlx.analysis.loading import Setting, Sweep, Trial, check_metric
+from rlx.analysis.loading import SettingValue, Sweep, Trial, check_metric
 from rlx.analysis.style import settings_labels
 from rlx.config.errors import ConfigError, nearest
 from rlx.config.sweep import Mode
@@ -44,7 +44,7 @@ class Group:
     """Trials that are compared as one, and the final values of the metric of those that have ended."""
 
     label: str
-    settings: dict[str, Setting]  # which all trials have in common
+    settings: dict[str, SettingValue]  # which all trials have in common
     trials: tuple[Trial, ...]  # best first
     ended: tuple[Trial, ...]  # the trials that have a final value
     values: tuple[float, ...]  # one per setting and seed: trials with equal settings count once, with their mean
@@ -205,16 +205,16 @@ def group_trials(sweep: Sweep, metric: str, mode: Mode, by: str | None = None) -
     if by is not None and by not in sweep.varied:
         raise ConfigError(f"--by {by}: sweep {sweep.name} varies {', '.join(sweep.varied)}{nearest(by, sweep.varied)}")
     keys = [key for key in sweep.varied if key != SEED] if by is None else [by]
-    trials_by_setting: dict[tuple[Setting, ...], list[Trial]] = {}
+    trials_by_settings: dict[tuple[SettingValue, ...], list[Trial]] = {}
     for trial in rank_trials(sweep, metric, mode):
-        trials_by_setting.setdefault(tuple(trial.settings[key] for key in keys), []).append(trial)
+        trials_by_settings.setdefault(tuple(trial.settings[key] for key in keys), []).append(trial)
     num_questions = sweep.num_questions_of(metric)
     finals = [final_value(trial, metric) for trial in sweep.trials if has_ended(trial, metric)]
     step = resolution(np.array(finals))
-    settings = [dict(zip(keys, values, strict=True)) for values in trials_by_setting]
+    settings = [dict(zip(keys, values, strict=True)) for values in trials_by_settings]
     groups = [
         _group(*each, metric, num_questions, step)
-        for each in zip(settings_labels(settings), settings, trials_by_setting.values(), strict=True)
+        for each in zip(settings_labels(settings), settings, trials_by_settings.values(), strict=True)
     ]
     ranked = best_first(groups, mode)
     return ranked if by else sorted(ranked, key=lambda group: (not group.values, group.has_failed))
@@ -241,17 +241,17 @@ def mean_curve(group: Group, metric: str) -> pd.DataFrame:
 
 def _group(
     label: str,
-    settings: dict[str, Setting],
+    settings: dict[str, SettingValue],
     trials: Sequence[Trial],
     metric: str,
     num_questions: int | None,
     step: float,
 ) -> Group:
     ended = tuple(trial for trial in trials if has_ended(trial, metric))
-    values_by_setting: dict[tuple[Setting, ...], list[float]] = {}
+    values_by_settings: dict[tuple[SettingValue, ...], list[float]] = {}
     for trial in ended:
-        values_by_setting.setdefault(tuple(trial.settings.values()), []).append(final_value(trial, metric))
-    values = tuple(float(np.mean(repeated)) for repeated in values_by_setting.values())
+        values_by_settings.setdefault(tuple(trial.settings.values()), []).append(final_value(trial, metric))
+    values = tuple(float(np.mean(repeated)) for repeated in values_by_settings.values())
     estimate = mean_interval(values, num_questions, step)
     return Group(
         label=label,

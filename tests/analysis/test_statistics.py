@@ -15,7 +15,7 @@ from sweep_cases import groups_of, sweep, trial
 from rlx.analysis import static_figure, statistics, style, tables
 from rlx.analysis.comparison.evidence import Evidence
 from rlx.analysis.comparison.wording import sweep_verdict
-from rlx.analysis.loading import Setting
+from rlx.analysis.loading import SettingValue
 from rlx.analysis.page import layout, trial_figures
 from rlx.analysis.sentences import difference_sentence, summary_sentence
 from rlx.analysis.statistics import difference, mean_interval
@@ -25,7 +25,7 @@ from rlx.config.sweep import DEFAULT_METRIC
 LR, KIND = "train.actor_lr", "algorithm.advantage"
 
 
-def setting(lr: float, seed: int, kind: str = "gae") -> dict[str, Setting]:
+def setting(lr: float, seed: int, kind: str = "gae") -> dict[str, SettingValue]:
     return {LR: lr, KIND: kind, "seed": seed}
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlx.algorithms.sampled_answers import pass_at_k
-from rlx.analysis.loading import Setting, Trial
+from rlx.analysis.loading import SettingValue, Trial
 from rlx.analysis.statistics import SEED, Group
 from rlx.config.errors import ConfigError
 from rlx.samples import evaluations
@@ -90,7 +90,7 @@ class EvaluatedRun:
         return Judged.of(self.metric)
 
     @property
-    def seed(self) -> Setting:
+    def seed(self) -> SettingValue:
         return self.trial.settings.get(SEED)
 
     def outcomes(self, step: int) -> Outcomes | None:
@@ -160,6 +160,6 @@ def _warn(line: str) -> None:
     print(f"warning: {line}", file=sys.stderr)
 
 
-def _order(seed: Setting) -> tuple[bool, float, str]:
+def _order(seed: SettingValue) -> tuple[bool, float, str]:
     is_number = isinstance(seed, int | float)
     return not is_number, float(seed) if isinstance(seed, int | float) else 0.0, str(seed)

@@ -13,7 +13,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from rlx.analysis.importance import numbers, on_log_scale
-from rlx.analysis.loading import Setting
+from rlx.analysis.loading import SettingValue
 from rlx.analysis.statistics import Group
 from rlx.analysis.style import as_text, setting_text, short_texts
 
@@ -61,7 +61,7 @@ def count_legend_lines(groups: Sequence[Group]) -> int:
     return math.ceil(len(groups) / per_line)
 
 
-def dimension(name: str, values: Sequence[Setting]) -> dict[str, Any]:
+def dimension(name: str, values: Sequence[SettingValue]) -> dict[str, Any]:
     """An axis of parallel coordinates. These know only linear axes, so texts and logarithms become numbers here."""
     as_numbers, marks = numbers(values), axis_marks(values)
     if as_numbers is None:
@@ -78,7 +78,7 @@ def dimension(name: str, values: Sequence[Setting]) -> dict[str, Any]:
     return {"label": name, "values": logarithms, "tickvals": [math.log10(mark) for mark in shown], "ticktext": texts}
 
 
-def setting_axis(values: Sequence[Setting]) -> dict[str, Any]:
+def setting_axis(values: Sequence[SettingValue]) -> dict[str, Any]:
     """The scale and the marks of an axis with the values of a setting."""
     scale, marks = _scale(values), axis_marks(values)
     if scale == "category":
@@ -88,18 +88,18 @@ def setting_axis(values: Sequence[Setting]) -> dict[str, Any]:
     return {"type": scale, "tickvals": marks, "ticktext": mark_texts(marks)}
 
 
-def mark_texts(values: Sequence[Setting]) -> list[str]:
+def mark_texts(values: Sequence[SettingValue]) -> list[str]:
     """The values of a setting as the marks of its axis; those that are no numbers stand at these."""
     return short_texts(values, _LONGEST_MARK)
 
 
-def _scale(values: Sequence[Setting]) -> str:
+def _scale(values: Sequence[SettingValue]) -> str:
     """The scale that separates the values of a setting, by the name that plotly gives it."""
     as_numbers = numbers(values)
     return "category" if as_numbers is None else "log" if on_log_scale(as_numbers) else "linear"
 
 
-def axis_marks(values: Sequence[Setting]) -> list[Any]:
+def axis_marks(values: Sequence[SettingValue]) -> list[Any]:
     """The values that are written at the axis of a setting.
 
     Texts are written, and so are a few numbers that do not overlap, such as those of a grid. In other cases a
