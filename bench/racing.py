@@ -265,7 +265,7 @@ def _listen(sayings: Sayings, right: NDArray[np.float64], means: NDArray[np.floa
     """Adds what the analysis says of a sweep, [settings, seeds, questions]."""
     values = right.mean(axis=2)
     winner = corrected_best(values, 1.0)
-    top = winner.setting
+    top = winner.candidate
     gaps = {other: crossed_mean(right[top] - right[other]) for other in range(len(means)) if other != top}
     chances = dict(zip(gaps, holm([gap.chance for gap in gaps.values()]), strict=True))
     true = {i: means[top] - means[i] for i in gaps}

@@ -1,9 +1,9 @@
 """The importance of each setting: the share of the differences between results that it explains, by functional ANOVA.
 
-The fANOVA of Optuna (Hutter et al., ICML 2014) fits a random forest to the means of the settings, and gives each
-setting the share of the variance of the forest that it explains by itself. In 60 simulated sweeps of 12 settings, with
-four settings varied and the effect of the first twice that of the second and three times the noise, fANOVA ranked the
-first highest in 41. PED-ANOVA, the default of Optuna, which only considers the few best results, did so in 25.
+The fANOVA of Optuna (Hutter et al., ICML 2014) fits a random forest to the means of the candidates, and gives each
+setting the share of the variance of the forest that it explains by itself. In 60 simulated sweeps of 12 candidates,
+with four settings varied and the effect of the first twice that of the second and three times the noise, fANOVA ranked
+the first highest in 41. PED-ANOVA, the default of Optuna, which only considers the few best results, did so in 25.
 
 The shares always add up to 1, even if all differences are chance: then the largest of four is 0.5 on average.
 Left out: what two settings do only together, which counts for neither.

@@ -1,4 +1,4 @@
-"""The analysis of a sweep as files: tables, a static picture, the best setting as YAML, and one page with everything.
+"""The analysis of a sweep as files: tables, a static picture, the best candidate as YAML, and one page with everything.
 
 Left out: reading the sweep (loading.py), statistics (statistics.py, rlx.analysis.comparison), and what the page shows
 (rlx.analysis.page). To confirm a winner, run it again on fresh seeds.
@@ -32,7 +32,7 @@ from rlx.tracking.services import mlflow
 
 _LOG = logging.getLogger("rlx")
 SETTINGS = "settings"
-"""the title of the comparison of all settings, which every analysis has"""
+"""the title of the comparison of all candidates, which every analysis has"""
 _AGAINST = "against "  # what the title of a comparison with another sweep begins with
 _LOCATION_KEYS = ("name", "storage")  # settings that say where a run is stored, not what it does
 
@@ -58,7 +58,7 @@ def write_report(
 ) -> list[Path]:
     """Writes tables, pictures and the page into a folder and stores them with the MLflow run of the sweep.
 
-    The run also gets the result in one sentence as its description, and the mean of the best setting as its metric,
+    The run also gets the result in one sentence as its description, and the mean of the best candidate as its metric,
     unless the analysis is by another metric than the sweep's own: its files have a folder of their own in MLflow, too.
 
     Args:
@@ -74,8 +74,8 @@ def write_report(
     """
     from rlx.analysis.page import sections  # imports plotly, which is slow
 
-    settings = compared[SETTINGS]
-    recipe = best_yaml(sweep, settings, uri, withheld)
+    candidates = compared[SETTINGS]
+    recipe = best_yaml(sweep, candidates, uri, withheld)
     texts = {
         "analysis.html": sections.render(sweep, compared, evidence, recipe, uri, metric, mode),
         EVIDENCE_FILE: as_json(evidence, metric),
@@ -88,8 +88,8 @@ def write_report(
     mlflow.log_files(uri, sweep.run_id, paths, f"analysis/{place}" if place else "analysis")
     if place:
         return paths
-    description = f"{sweep_verdict(settings, evidence, metric)} analysis/analysis.html has the rest."
-    mlflow.log_summary(uri, sweep.run_id, description, _best_metrics(settings, evidence, metric))
+    description = f"{sweep_verdict(candidates, evidence, metric)} analysis/analysis.html has the rest."
+    mlflow.log_summary(uri, sweep.run_id, description, _best_metrics(candidates, evidence, metric))
     return paths
 
 
@@ -105,11 +105,11 @@ def other_place(sweep: Sweep, metric: str, mode: Mode) -> str:
 def comparisons(
     sweep: Sweep, metric: str, mode: Mode, by: str | None = None, against: Sweep | None = None
 ) -> dict[str, list[Group]]:
-    """The groups to compare by the title of the comparison, each list best first: always the settings of the sweep.
+    """The groups to compare by the title of the comparison, each list best first: always the candidates of the sweep.
 
     Args:
         by: also compare the values of this varied setting.
-        against: also compare the best setting with that of another sweep.
+        against: also compare the best candidate with that of another sweep.
 
     Raises:
         ConfigError: the metric was not loaded, or `by` was not varied.
@@ -132,21 +132,21 @@ def evidence_of(sweep: Sweep, compared: Mapping[str, Sequence[Group]], uri: str,
     return weigh(uri, compared[SETTINGS], metric, mode, others, sweep.looks)
 
 
-def _best_metrics(settings: Sequence[Group], evidence: Evidence, metric: str) -> dict[str, float]:
-    """What the sweep's run in MLflow shows of its best setting: its mean, and what to expect of it on fresh seeds."""
-    seen = {metric: settings[0].mean} if settings[0].is_compared else {}
+def _best_metrics(candidates: Sequence[Group], evidence: Evidence, metric: str) -> dict[str, float]:
+    """What the sweep's run in MLflow shows of its best candidate: its mean, and what to expect of it on fresh seeds."""
+    seen = {metric: candidates[0].mean} if candidates[0].is_compared else {}
     return seen | ({f"{metric}/expected": evidence.winner.fresh.value} if evidence.winner else {})
 
 
-def best_yaml(sweep: Sweep, settings: Sequence[Group], uri: str, withheld: Withheld = withhold_nothing) -> str:
-    """The best setting as YAML for `rlx train --config`, without the seed if seeds were varied.
+def best_yaml(sweep: Sweep, candidates: Sequence[Group], uri: str, withheld: Withheld = withhold_nothing) -> str:
+    """The best candidate as YAML for `rlx train --config`, without the seed if seeds were varied.
 
-    What is withheld stands in a comment. Empty if no setting is compared, or if the config of the best trial is not in
-    MLflow, comes from another version of rlx, or cannot be written as YAML.
+    What is withheld stands in a comment. Empty if no candidate is compared, or if the config of the best trial is not
+    in MLflow, comes from another version of rlx, or cannot be written as YAML.
     """
-    if not settings[0].is_compared:
+    if not candidates[0].is_compared:
         return ""
-    trial = settings[0].ended[0]
+    trial = candidates[0].ended[0]
     seed = {statistics.SEED} & set(sweep.varied)
     try:
         config = loading.run_config(uri, trial)
@@ -238,7 +238,7 @@ def _comparison_files(compared: Mapping[str, Sequence[Group]], sweep_name: str, 
 
 
 def _winner(sweep_name: str, groups: Sequence[Group]) -> Group:
-    """The best of a sweep's settings, with the name of the sweep."""
+    """The best of a sweep's candidates, with the name of the sweep."""
     best, settings = groups[0], dict[str, SettingValue](sweep=sweep_name)
     label = f"{sweep_name}: {best.label}"
     return replace(best, label=label, settings=settings | best.settings, chosen_from=len(groups))

@@ -1,11 +1,11 @@
 """Trials in groups: means with 95 % intervals, ranks, and the difference of two groups.
 
-A group is one setting over its seeds, or, to compare the values of one varied setting, all trials of one value.
+A group is one candidate over its seeds, or, to compare the values of one varied setting, all trials of one value.
 
 Intervals are Student's t. They assume that the runs of a group differ by chance alone, so whatever else a sweep varies
 within a group counts as chance too. Runs can agree by luck, and all trials answer the same held-out questions: the
 interval of an accuracy is at least as wide as the interval of one share of that many questions, because the
-questions are a sample. For the difference of two settings this is cautious, because both answer the same questions.
+questions are a sample. For the difference of two candidates this is cautious, because both answer the same questions.
 
 Left out: a correction for choosing the best of many means, which makes the best look better than it is.
 """
@@ -47,23 +47,23 @@ class Group:
     settings: dict[str, SettingValue]  # which all trials have in common
     trials: tuple[Trial, ...]  # best first
     ended: tuple[Trial, ...]  # the trials that have a final value
-    values: tuple[float, ...]  # one per setting and seed: trials with equal settings count once, with their mean
+    values: tuple[float, ...]  # one per candidate and seed: trials with equal settings count once, with their mean
     mean: float  # NaN without values
     half_width: float  # of the 95 % interval of the mean; NaN for fewer than two values
     num_questions: int | None  # each value is a share of correct answers to this number; None for other metrics
     step: float = 0.0  # what the values are rounded to, as far as the sweep shows it
     diverged: tuple[Trial, ...] = ()  # the trials that have ended with a value that is not finite
-    chosen_from: int = 1  # so many settings, of which it was the best: the reason why it is compared
+    chosen_from: int = 1  # so many candidates, of which it was the best: the reason why it is compared
 
     @property
     def has_failed(self) -> bool:
-        """Whether a trial has failed or diverged. A setting of which one has is not compared: those of its seeds that
+        """Whether a trial has failed or diverged. A candidate of which one has is not compared: those of its seeds that
         went well may be the ones that suit it."""
         return bool(self.diverged) or any(trial.status == RunStatus.FAILED for trial in self.trials)
 
     @property
     def is_compared(self) -> bool:
-        """Whether a setting can be the best: it has a value, and no trial of it has failed."""
+        """Whether a candidate can be the best: it has a value, and no trial of it has failed."""
         return bool(self.values) and not self.has_failed
 
     @property
@@ -99,7 +99,7 @@ def _spread(values: Sequence[float], step: float) -> float:
 
 
 def share_of_look(looks: int) -> float:
-    """The share of a chance that an interval has when settings have been compared so often, until one is shown to be
+    """The share of a chance that an interval has when candidates have been compared so often, until one is shown to be
     behind: nearly the constant of Pocock (1977, Biometrika 64). It is about twice Bonferroni's share, for looks repeat
     much of each other."""
     return 2 / (looks + 1)
@@ -192,8 +192,8 @@ def rank_trials(sweep: Sweep, metric: str, mode: Mode) -> list[Trial]:
 
 
 def group_trials(sweep: Sweep, metric: str, mode: Mode, by: str | None = None) -> list[Group]:
-    """The settings of a sweep as groups, best mean first; then those of which a trial failed, and last those without a
-    value.
+    """The candidates of a sweep as groups, best mean first; then those of which a trial failed, and last those without
+    a value.
 
     Args:
         by: group by the values of this varied setting instead, whose trials that failed are left out.

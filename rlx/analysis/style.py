@@ -32,7 +32,7 @@ def short_names(keys: Iterable[str]) -> list[str]:
 
 
 def settings_labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Each of several settings, of the same keys, in one line: actor_lr 0.0001, epochs 2."""
+    """The settings of each candidate, all of the same keys, in one line: actor_lr 0.0001, epochs 2."""
     keys = list(settings[0]) if settings else []
     columns = [short_texts([each[key] for each in settings]) for key in keys]
     named = list(zip(short_names(keys), columns, strict=True))

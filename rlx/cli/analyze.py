@@ -95,14 +95,14 @@ def print_analysis(args: argparse.Namespace) -> int:
     compared = report.comparisons(sweep, metric, mode, args.by, against)
     for groups in compared.values():
         print(f"{tables.format_table(tables.group_table(groups), terminal_width())}\n")
-    settings = compared[report.SETTINGS]
+    candidates = compared[report.SETTINGS]
     evidence = report.evidence_of(sweep, compared, uri, metric, mode)
-    print(f"{sweep_verdict(settings, evidence, metric)}\n")
+    print(f"{sweep_verdict(candidates, evidence, metric)}\n")
     if evidence.against:
         print(f"{gap_sentence(evidence.against)}\n")
     place = report.other_place(sweep, metric, mode)
-    if settings[0].is_compared:
-        run = loading.trial_address(uri, settings[0].ended[0]) or "RUN"
+    if candidates[0].is_compared:
+        run = loading.trial_address(uri, candidates[0].ended[0]) or "RUN"
         step = "newest" if place else "best"  # which is best is kept by the sweep's own metric
         print(f"its model: {shlex.join(['rlx', 'export', f'{run}@{step}', '--register', 'NAME'])}\n")
     folder = Path(args.out) if args.out else storage / "analysis" / sweep.name / place

@@ -15,7 +15,7 @@ def test_each_seed_judges_the_winner_of_the_others() -> None:
     """Seed 0: the others find 0.6 and 0.7, so the second, which it gives 0.6. Seed 1: 0.8 and 0.6, the first, 0.5.
     Seed 2: 0.71 and 0.7, the first, 0.7. Their mean is 0.6, the best mean 0.7067."""
     winner = corrected_best(VALUES, 1.0)
-    assert (winner.setting, winner.seen) == (0, pytest.approx(2.12 / 3))
+    assert (winner.candidate, winner.seen) == (0, pytest.approx(2.12 / 3))
     assert winner.fresh.value == pytest.approx(0.6)
     assert winner.luck == pytest.approx(winner.seen - 0.6)
     error = math.sqrt((VALUES[0].var(ddof=1) + 0.1**2 / 12) / 3)  # values are 0.1 apart
@@ -24,7 +24,7 @@ def test_each_seed_judges_the_winner_of_the_others() -> None:
 
 def test_low_can_be_good() -> None:
     winner = corrected_best(VALUES, sign=-1)
-    assert winner.setting == 2
+    assert winner.candidate == 2
     assert winner.fresh.value == pytest.approx(0.4 / 3)
 
 

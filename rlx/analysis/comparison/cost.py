@@ -64,13 +64,13 @@ class Amount(NamedTuple):
         amounts = {"steps": cost.steps, "tokens": cost.tokens}
         return amounts.get(self.unit, cost.gpu_seconds / _UNITS[self.unit])
 
-    def affords(self, setting: Cost) -> int:
-        """How many settings it pays for, each with all its seeds.
+    def affords(self, candidate: Cost) -> int:
+        """How many candidates it pays for, each with all its seeds.
 
         Raises:
             ConfigError: none, or their cost in this unit is not known.
         """
-        each = self.part_of(setting)
+        each = self.part_of(candidate)
         if math.isnan(each):
             raise ConfigError(f"--budget in {self.unit}: no run of this model has told yet how long a step takes")
         if not each:

@@ -77,7 +77,7 @@ def weigh(
     if not whole or whole[0] is not groups[0]:
         return Evidence(gaps, against=other)
     winner = corrected_best(values, sign)
-    if winner.setting:  # on the seeds that all have, another one is best
+    if winner.candidate:  # on the seeds that all have, another one is best
         return Evidence(gaps, against=other)
     return Evidence([replace(gap, luck=winner.luck) for gap in gaps], winner, len(whole), other)
 

@@ -32,19 +32,19 @@ from rlx.analysis.statistics import Estimate, resolution
 
 
 class Winner(NamedTuple):
-    """The setting with the best mean."""
+    """The candidate with the best mean."""
 
-    setting: int  # its index
+    candidate: int  # its index
     seen: float  # its mean
     fresh: Estimate  # its mean over all seeds, without the luck, and the 95 % interval of that; single runs vary more
     luck: float  # how far it seems better than that, never below 0: who is better on the other seeds is worse on this
 
 
 def corrected_best(values: Table, sign: float) -> Winner:
-    """The best setting and its value without the luck of the selection.
+    """The best candidate and its value without the luck of the selection.
 
     Args:
-        values: [settings, seeds], at least one setting and two seeds.
+        values: [candidates, seeds], at least one candidate and two seeds.
         sign: -1 where low is good.
     """
     count, means = values.shape[1], values.mean(axis=1)

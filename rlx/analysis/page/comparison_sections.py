@@ -22,8 +22,8 @@ from rlx.config.sweep import Mode
 _MOST_ROWS = 20  # flipped questions
 
 
-def paired(settings: Sequence[Group], evidence: Evidence) -> list[PageSection]:
-    """How far the settings are behind the best one, and what their chance is made of."""
+def paired(candidates: Sequence[Group], evidence: Evidence) -> list[PageSection]:
+    """How far the candidates are behind the best one, and what their chance is made of."""
     gaps = [gap for gap in evidence.gaps if not math.isnan(gap.gap.half_width)]
     if not gaps:
         return []
@@ -42,7 +42,7 @@ def paired(settings: Sequence[Group], evidence: Evidence) -> list[PageSection]:
         is_one_run = max(gap.seeds for gap in gaps) == 1
         of = "these runs, not of their settings," if is_one_run else "other seeds"
         note += f" The intervals speak of {of} and of other questions of the same kind."
-    figure = comparison_figures.paired_gaps(gaps, _ranks(settings))
+    figure = comparison_figures.paired_gaps(gaps, _ranks(candidates))
     return [PageSection("Paired with the best", note, figure, table=gap_table(gaps)), *_chance(gaps)]
 
 
@@ -69,7 +69,7 @@ def _chance(gaps: Sequence[PairedGap]) -> list[PageSection]:
 
 
 def flips(pair: PairedGap | None, title: str = "Flipped questions") -> list[PageSection]:
-    """The questions that two settings answer differently, with an answer of each."""
+    """The questions that two candidates answer differently, with an answer of each."""
     found = flips_of(pair)
     if not found or not pair:
         return []
@@ -87,10 +87,10 @@ def flips(pair: PairedGap | None, title: str = "Flipped questions") -> list[Page
     return [PageSection(title, note, table=pd.DataFrame(rows) if rows else None)]
 
 
-def races(sweep: Sweep, settings: Sequence[Group], metric: str, mode: Mode, lines: str) -> list[PageSection]:
-    """How the settings stood at each rung, and what a race has decided."""
+def races(sweep: Sweep, candidates: Sequence[Group], metric: str, mode: Mode, lines: str) -> list[PageSection]:
+    """How the candidates stood at each rung, and what a race has decided."""
     has_rungs = sweep.rungs or sweep.rung_by != "steps"
-    standings = rung_standings(sweep, settings, metric, mode) if has_rungs else []
+    standings = rung_standings(sweep, candidates, metric, mode) if has_rungs else []
     if len({standing.at for standing in standings}) < 2:
         return [PageSection("The race", "What was decided, best first.", text=lines)] if lines else []
     seeds = max(standing.seeds for standing in standings)
@@ -101,7 +101,7 @@ def races(sweep: Sweep, settings: Sequence[Group], metric: str, mode: Mode, line
     if lines:
         note += " The intervals allow for the rungs before, since a race stops a setting where it seems far behind."
     title = "The race, rung by rung" if lines else "Rung by rung"
-    return [PageSection(title, note, comparison_figures.race(standings, _ranks(settings), sweep.rung_by), text=lines)]
+    return [PageSection(title, note, comparison_figures.race(standings, _ranks(candidates), sweep.rung_by), text=lines)]
 
 
 def lineages(sweep: Sweep, metric: str) -> list[PageSection]:
@@ -115,6 +115,6 @@ def lineages(sweep: Sweep, metric: str) -> list[PageSection]:
     return [PageSection("Lineage", note, comparison_figures.lineage(sweep.trials, metric))]
 
 
-def _ranks(settings: Sequence[Group]) -> dict[Group, int]:
-    """The rank of each setting."""
-    return {group: rank for rank, group in enumerate(settings, 1)}
+def _ranks(candidates: Sequence[Group]) -> dict[Group, int]:
+    """The rank of each candidate."""
+    return {group: rank for rank, group in enumerate(candidates, 1)}

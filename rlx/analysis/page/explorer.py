@@ -56,9 +56,9 @@ class Explorer:
     metrics: tuple[MetricChoice, ...]
 
 
-def shown_trials(settings: Sequence[Group]) -> list[Trial]:
-    """The trials whose curves the page has: all, or those of the best settings; best setting first."""
-    return [trial for group in settings for trial in group.trials][:MAX_TRIALS]
+def shown_trials(candidates: Sequence[Group]) -> list[Trial]:
+    """The trials whose curves the page has: all, or those of the best candidates; best candidate first."""
+    return [trial for group in candidates for trial in group.trials][:MAX_TRIALS]
 
 
 def gather_curves(histories: Sequence[pd.DataFrame]) -> Explorer:
@@ -74,14 +74,14 @@ def gather_curves(histories: Sequence[pd.DataFrame]) -> Explorer:
     return Explorer(tuple(numbers), tuple(metrics))
 
 
-def draw_first(settings: Sequence[Group], explorer: Explorer) -> go.Figure:
-    """Draws the curves of the first metric: one line per `shown_trials`, in the color of its setting.
+def draw_first(candidates: Sequence[Group], explorer: Explorer) -> go.Figure:
+    """Draws the curves of the first metric: one line per `shown_trials`, in the color of its candidate.
 
     The page replaces the values of the lines when another metric is selected.
     """
-    first, trials = explorer.metrics[0], shown_trials(settings)
-    names, shades = ranked_labels(settings), colors(len(settings))
-    places = {trial.name: place for place, group in enumerate(settings) for trial in group.trials}
+    first, trials = explorer.metrics[0], shown_trials(candidates)
+    names, shades = ranked_labels(candidates), colors(len(candidates))
+    places = {trial.name: place for place, group in enumerate(candidates) for trial in group.trials}
     figure, texts, named = go.Figure(), described(trials), set[int]()
     for trial, curve in zip(trials, first.curves, strict=True):
         place = places[trial.name]
@@ -94,7 +94,7 @@ def draw_first(settings: Sequence[Group], explorer: Explorer) -> go.Figure:
     marks = whole_numbers(step for steps in explorer.steps for step in steps)
     figure.update_xaxes(title="PPO step (0: before training)", **marks)
     figure.update_yaxes(title=first.name, range=first.axis)
-    return styled(figure, 360, count_legend_lines(settings[:NUM_NAMED]))
+    return styled(figure, 360, count_legend_lines(candidates[:NUM_NAMED]))
 
 
 def _in_order(names: set[str]) -> list[str]:

@@ -47,12 +47,12 @@ def render(
     """Renders the page.
 
     Args:
-        compared: the settings of the sweep, best first, under "settings"; further comparisons under their titles.
+        compared: the candidates of the sweep, best first, under "settings"; further comparisons under their titles.
         evidence: what the runs prove of them.
-        recipe: the best setting as YAML; empty if it is not known.
+        recipe: the best candidate as YAML; empty if it is not known.
         uri: the tracking store with the samples.
     """
-    settings = compared["settings"]
+    candidates = compared["settings"]
     order = f"{'highest' if mode == 'max' else 'lowest'} first"
     facts = {
         "options": ", ".join(f"{key} {value}" for key, value in sweep.options.items()),
@@ -62,45 +62,49 @@ def render(
     if spent := cost.cost_line(sweep):
         facts["cost"] = spent
     sections = [
-        _ranking(settings, sweep, metric),
-        *comparison_sections.paired(settings, evidence),
-        *comparison_sections.races(sweep, settings, metric, mode, loading.race_text(uri, sweep)),
-        *_figures(settings, metric, mode),
-        *_any_metric(settings, uri),
+        _ranking(candidates, sweep, metric),
+        *comparison_sections.paired(candidates, evidence),
+        *comparison_sections.races(sweep, candidates, metric, mode, loading.race_text(uri, sweep)),
+        *_figures(candidates, metric, mode),
+        *_any_metric(candidates, uri),
         *_best_so_far(sweep, metric, mode),
         *_stops(sweep, uri, metric, mode),
-        *_varied(settings, metric, mode),
-        *(_comparison(title, groups, metric, evidence) for title, groups in compared.items() if groups is not settings),
+        *_varied(candidates, metric, mode),
+        *(
+            _comparison(title, groups, metric, evidence)
+            for title, groups in compared.items()
+            if groups is not candidates
+        ),
         *comparison_sections.flips(evidence.against, "Flipped questions of the two sweeps"),
         *comparison_sections.flips(evidence.nearest),
         *comparison_sections.lineages(sweep, metric),
-        *_samples(settings, uri),
-        *_best_setting(sweep, settings, recipe),
+        *_samples(candidates, uri),
+        *_best_candidate(sweep, candidates, recipe),
         every_trial(sweep, uri, metric, mode),
     ]
-    return render_sections(f"Sweep {sweep.name}", sweep_verdict(settings, evidence, metric), facts, sections)
+    return render_sections(f"Sweep {sweep.name}", sweep_verdict(candidates, evidence, metric), facts, sections)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sections
 
 
-def _ranking(settings: Sequence[Group], sweep: Sweep, metric: str) -> PageSection:
+def _ranking(candidates: Sequence[Group], sweep: Sweep, metric: str) -> PageSection:
     num_questions = sweep.num_questions_of(metric)
     floor = f", and at least the interval of a share of {num_questions} questions" if num_questions else ""
     note = (
         f"Settings by the mean of the last value over their runs; ± is half the 95 % interval (Student's t{floor}). "
-        f"{_impossible_values(settings, metric)}"
+        f"{_impossible_values(candidates, metric)}"
         "Tokens (generated) and seconds (of steps and evaluations, without the start of engines; the first step of a "
-        f"process is slow) are the mean of the runs. {_SELECTION_BIAS if len(settings) > 1 else ''}"
+        f"process is slow) are the mean of the runs. {_SELECTION_BIAS if len(candidates) > 1 else ''}"
     )
-    return PageSection("Settings, ranked", note, table=tables.group_table(settings))
+    return PageSection("Settings, ranked", note, table=tables.group_table(candidates))
 
 
-def _impossible_values(settings: Sequence[Group], metric: str) -> str:
+def _impossible_values(candidates: Sequence[Group], metric: str) -> str:
     """What an interval means that is wider than the range of the metric; empty if none is."""
     natural = natural_range(metric)
-    reaching = [group for group in settings if not all(natural.holds(end) for end in group.ends)]
+    reaching = [group for group in candidates if not all(natural.holds(end) for end in group.ends)]
     if not reaching:
         return ""
     fewest = min(len(group.values) for group in reaching)
@@ -110,9 +114,9 @@ def _impossible_values(settings: Sequence[Group], metric: str) -> str:
     )
 
 
-def _figures(settings: Sequence[Group], metric: str, mode: Mode) -> list[PageSection]:
-    """The means of the settings that have values: at the end, by step, and by cost."""
-    rated = [group for group in settings if group.values]
+def _figures(candidates: Sequence[Group], metric: str, mode: Mode) -> list[PageSection]:
+    """The means of the candidates that have values: at the end, by step, and by cost."""
+    rated = [group for group in candidates if group.values]
     if not rated:
         return []
     means = (
@@ -130,16 +134,16 @@ def _figures(settings: Sequence[Group], metric: str, mode: Mode) -> list[PageSec
     ]
 
 
-def _any_metric(settings: Sequence[Group], uri: str) -> list[PageSection]:
+def _any_metric(candidates: Sequence[Group], uri: str) -> list[PageSection]:
     """The curves of every metric that the trials logged, also of trials that run or failed."""
-    trials = explorer.shown_trials(settings)
+    trials = explorer.shown_trials(candidates)
     data = explorer.gather_curves([loading.every_metric(uri, trial) for trial in trials])
     if not data.metrics:
         return []
-    all_trials = sum(len(group.trials) for group in settings)
+    all_trials = sum(len(group.trials) for group in candidates)
     best = f" of the best {len(trials)} of {all_trials} trials" if len(trials) < all_trials else ""
     note = f"A line per trial{best}, in the color of its setting. Click a name to hide the trials of a setting."
-    return [PageSection("Any metric", note, explorer.draw_first(settings, data), explorer=data)]
+    return [PageSection("Any metric", note, explorer.draw_first(candidates, data), explorer=data)]
 
 
 def _best_so_far(sweep: Sweep, metric: str, mode: Mode) -> list[PageSection]:
@@ -166,9 +170,9 @@ def _stops(sweep: Sweep, uri: str, metric: str, mode: Mode) -> list[PageSection]
     return [PageSection("Stopped early", note, figure, table=table, links=_run_pages(sweep, uri))]
 
 
-def _varied(settings: Sequence[Group], metric: str, mode: Mode) -> list[PageSection]:
+def _varied(candidates: Sequence[Group], metric: str, mode: Mode) -> list[PageSection]:
     """What the result owes to each varied setting."""
-    rated = [group for group in settings if group.values]
+    rated = [group for group in candidates if group.values]
     if not varied_settings(rated):
         return []
     drag = "A line per setting. Drag along an axis to select a range of it; click on the axis to end the selection."
@@ -203,10 +207,10 @@ def _comparison(title: str, groups: Sequence[Group], metric: str, evidence: Evid
     return PageSection(f"Compared {title}", note, figure, table=tables.group_table(groups))
 
 
-def _samples(settings: Sequence[Group], uri: str) -> list[PageSection]:
-    """The answers of the best trial of the best setting and the worst trial of the worst one to the same prompts."""
+def _samples(candidates: Sequence[Group], uri: str) -> list[PageSection]:
+    """The answers of the best trial of the best candidate and the worst trial of the worst one to the same prompts."""
     title = "Samples of the best and the worst trial"
-    ended = [trial for group in settings for trial in group.ended]
+    ended = [trial for group in candidates for trial in group.ended]
     if len(ended) < 2:
         return []
     best, worst = ended[0], ended[-1]
@@ -234,9 +238,9 @@ def without_empty_columns(table: pd.DataFrame) -> pd.DataFrame:
     return table.loc[:, (table.notna() & (table != "")).any()]
 
 
-def _best_setting(sweep: Sweep, settings: Sequence[Group], recipe: str) -> list[PageSection]:
+def _best_candidate(sweep: Sweep, candidates: Sequence[Group], recipe: str) -> list[PageSection]:
     title = "The best setting"
-    if not settings[0].is_compared:
+    if not candidates[0].is_compared:
         return []
     if not recipe:
         return [PageSection(title, "Not given: its config.yaml is not in MLflow, or is of another version of rlx.")]
