@@ -1,8 +1,10 @@
 """A sweep: many runs whose settings a search chooses from a space, as trials of Ray Tune.
 
+A candidate is a point of the space, a value for each setting that is varied; each seed of it is a trial.
+
 `plans` checks and keeps what a sweep consists of, `choices` refuses at once what it can, `tuner` runs it,
 `trial_source` hands trials to Tune, `trainable` does one trial as one run of rlx.runs, `searchers` and `schedulers` say
-which settings are tried and which trials stop early. `records` keeps, in the sweep's folder, all that a resume needs.
+which candidates are tried and which trials stop early. `records` keeps, in the sweep's folder, all that a resume needs.
 
 Left out: tables and figures of a sweep (rlx.analysis).
 

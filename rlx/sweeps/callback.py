@@ -270,7 +270,7 @@ class TrialLog:
 
 def _tracked_settings(plan: SweepPlan, settings: Mapping[str, Any], attempt: Attempt) -> dict[str, Any]:
     """Returns the settings of a trial by dotted key, as a run that begins records them, so that the analysis knows the
-    seeds of one setting; those that do not go together are as the search has chosen them."""
+    seeds of one candidate; those that do not go together are as the search has chosen them."""
     try:
         config = attempt_config(plan, settings, attempt)
         return flatten(from_tree(with_overrides(config.model_dump(exclude_unset=True), absolute_paths(config))))

@@ -186,7 +186,7 @@ def test_trials_of_a_race_have_a_checkpoint_where_they_pause(every: int, needed:
 
 def test_a_scheduler_is_told_what_trials_did_before_a_resume_by_their_names(tmp_path: Path) -> None:
     known = {"trial_00001": TrialRecord(settings={}, reports=[(5, 0.5)])}
-    plan = SweepPlan("s", {}, space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}"), trials=7, seeds=2)
+    plan = SweepPlan("s", {}, space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}"), candidates=7, seeds=2)
     schedule = plans.schedule_of(plan, {}, known)
     assert (schedule.known, schedule.candidates, schedule.seeds, schedule.max_seeds) == (known, 7, 2, 2)
 
