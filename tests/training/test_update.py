@@ -205,7 +205,7 @@ def refuse(*_: object) -> None:
 
 
 def by_engines(rank: int, ranks: int, path: str) -> tuple[Experience, Experience, dict[str, float]]:
-    """What the policy says of completions; what the old log-probabilities are if engines said something else; a step on that."""
+    """What the policy says of completions; the old log-probabilities if engines said something else; a step on that."""
     ways = ({}, {"algorithm.old_logprobs": "rollout", **ALONE})
     runs = [trainer_of(path, way | {"train.num_minibatches": 1}, 60) for way in ways]
     start = experience.build_batch([ScoredCompletion(c, float(c.sample), True, {}) for c in completions()], PAD)
