@@ -137,8 +137,9 @@ def _result(config: RunConfig) -> Path:
 
 
 def rank(job: dict[str, Any]) -> None:
-    """On a worker: leaves the seconds of each round's log-probabilities and update, the slowest rank's, the rank's
-    tokens per round and its peak memory while it updates; and the same of the bare loop, which goes first in each round."""
+    """On a worker: leaves the seconds of each round's log-probabilities and update, those of the slowest rank, the rank's
+    tokens per round and its peak memory while it updates; and the same of the bare loop, which goes first in each
+    round."""
     import ray
     import ray.train
     from measure import Memory, now, profiled
