@@ -137,9 +137,8 @@ def _result(config: RunConfig) -> Path:
 
 
 def rank(job: dict[str, Any]) -> None:
-    """On a worker: leaves the seconds of each round's log-probabilities and update, those of the slowest rank, the rank's
-    tokens per round and its peak memory while it updates; and the same of the bare loop, which goes first in each
-    round."""
+    """On a worker: leaves the seconds of log-probabilities and update of each round, those of the slowest rank, and the
+    rank's tokens of a round and peak memory in the update; and the same of the bare loop, first in each round."""
     import ray
     import ray.train
     from measure import Memory, now, profiled
