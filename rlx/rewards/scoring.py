@@ -91,12 +91,16 @@ def answer_check(config: RewardConfig) -> AnswerCheck | None:
     """What each prompt's answer has to pass when prompts are read; None: any text will do."""
     if "code" in config.functions:
         return check_tests
-    return _check_said if {"task", "exact_match"} & set(config.functions) else None
+    pays_for_none = config.answer_pattern is None and {"task", "exact_match"} & set(config.functions)
+    return _check_said if pays_for_none else None
 
 
 def _check_said(answer: str) -> None:
     if not answer.strip():
-        raise ValueError("the expected answer is blank: task and exact_match of reward.functions would pay for none")
+        raise ValueError(
+            "the expected answer is blank: task and exact_match of reward.functions would pay for saying "
+            "nothing (without reward.answer_pattern a whole completion is the answer)"
+        )
 
 
 def try_functions(config: RewardConfig, prompts: Sequence[Prompt]) -> None:

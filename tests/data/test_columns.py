@@ -104,10 +104,15 @@ def test_the_expected_answer_is_the_last_match_in_its_cell() -> None:
         Columns(expected="#### (.*)").row({"question": "How many?", "answer": "#### "})
 
 
-@pytest.mark.parametrize(("function", "is_refused"), [("task", True), ("exact_match", True), ("numeric", False)])
-def test_a_blank_answer_is_refused_where_it_would_be_paid_for(function: str, is_refused: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("function", "pattern", "is_refused"),
+    [("task", None, True), ("exact_match", None, True), ("task", r"-?\d+", False), ("numeric", None, False)],
+)
+def test_a_blank_answer_is_refused_where_saying_nothing_would_be_paid_for(
+    function: str, pattern: str | None, is_refused: bool, tmp_path: Path
+) -> None:
     (file := tmp_path / "p.jsonl").write_text('{"question": "1?", "answer": "1"}\n{"question": "2?", "answer": " "}\n')
-    check = scoring.answer_check(RewardConfig(functions={function: 1.0}))
+    check = scoring.answer_check(RewardConfig(functions={function: 1.0}, answer_pattern=pattern))
     with (
         pytest.raises(ConfigError, match=r"p\.jsonl:2: the expected answer is blank: task")
         if is_refused

@@ -399,6 +399,7 @@ def small_tree(model: Path, folder: Path, answer: str = "") -> dict[str, Any]:
         "data": {"source": str(prompts), "max_prompt_tokens": 32},
         "train": {"steps": 10, "prompts_per_step": 4, "samples_per_prompt": 2},
         "rollout": {"max_tokens": 4, "kv_cache_mib": 16},
+        "reward": {"answer_pattern": "()"},
         "eval": {"every": 2, "num_prompts": 6},
         "checkpoint": {"every": 2},
     }
