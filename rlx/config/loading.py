@@ -35,6 +35,7 @@ _MOVING = ("checkpoint.", "tracking.", "name", "storage", "ray_address", "wait_f
 _EXPECTED = 'expected settings by dotted key, such as {"train.steps": 3}'
 _NOT_OF_TEXT = ("float_parsing", "int_parsing", "bool_parsing", "float_type", "tuple_type", "dict_type", "model_type")
 """errors of pydantic for a text where none can stand"""
+_ENTRIES_LAST = tuple(f"{key}." for key in FOLLOWING)
 _DOTTED = re.compile(r"(?<![\w.])[a-z_]+(?:\.\w+)+")
 
 
@@ -243,8 +244,9 @@ def with_overrides(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
     """
     check_overrides(overrides)
     merged: dict[str, Any] = _deep_copy(dict(tree))
-    # Shallow keys first: data.source decides the default of data.params, and a dict is set before its entries.
-    for key in sorted(overrides, key=lambda key: key.count(".")):
+    # Shallow keys first: data.source decides the default of data.params, and a dict is set before its entries. Entries
+    # of a default that follows other sections come last, when these are complete.
+    for key in sorted(overrides, key=lambda key: (key.startswith(_ENTRIES_LAST), key.count("."))):
         *parents, last = _parts(key)
         node = merged
         for depth, parent in enumerate(parents, 1):

@@ -1,5 +1,6 @@
 """Whose defaults a config gets: the settings' own, those that follow other settings, the default experiment's."""
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,16 @@ def test_an_entry_is_added_to_the_default_that_follows_other_settings() -> None:
     assert with_overrides({}, game)["reward"]["functions"] == {"environment": 1.0, "format": 0.2}
     unreadable = {"scaling.use_gpu": "perhaps", f"{ENGINE}.CPU": 2}  # `from_tree` says so
     assert with_overrides({}, unreadable)["rollout"]["resources_per_engine"] == {"CPU": 2}
+
+
+def test_the_order_of_entries_does_not_change_the_default_that_they_are_added_to() -> None:
+    """Workers of {CPU: 0} alone, which nothing follows, are there only between two entries."""
+    worker = "scaling.resources_per_worker"
+    given = {"scaling.use_gpu": True, f"{worker}.CPU": 0, f"{ENGINE}.CPU": 2, f"{worker}.GPU": 1}
+    for keys in itertools.permutations(given):
+        assert with_overrides({}, {key: given[key] for key in keys})["rollout"] == {
+            "resources_per_engine": {"CPU": 2, "GPU": 1}
+        }
 
 
 def test_a_kept_run_goes_on_with_the_engines_that_it_had() -> None:
