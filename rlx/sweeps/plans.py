@@ -54,7 +54,7 @@ from rlx.sweeps.records import (
 )
 from rlx.sweeps.room import concurrency, most_at_once
 from rlx.sweeps.schedulers.schedule import Schedule
-from rlx.sweeps.space import Space, check_candidates, check_resources, load_space, values_of, varied_keys
+from rlx.sweeps.space import Space, check_candidates, check_resources, load_space, values_of, varied_keys, with_task
 from rlx.sweeps.trainable import attempt_number, forgive, newest_attempt
 from rlx.tracking import outbox
 from rlx.tracking.base import MetricPoint
@@ -319,7 +319,8 @@ def saved_sweep(storage: Storage, name: str | None, *, trust: bool = False) -> S
     folder = find_sweep(storage, name)
     try:
         content, space = (folder / PLAN_FILE).read_json(), (folder / _SPACE_FILE).read_text()
-        plan = read_plan({"defaults": 1} | content).with_its_defaults()
+        kept = read_plan({"defaults": 1} | content)
+        plan = kept.with_its_defaults()
         if plan.name != folder.name:
             raise ValueError(plan.name)
     except (TypeError, ValueError, RecursionError, FileNotFoundError):
@@ -336,7 +337,8 @@ def saved_sweep(storage: Storage, name: str | None, *, trust: bool = False) -> S
     copy = Path(tempfile.mkdtemp(prefix=f"rlx-space-{os.getpid()}-"), Path(plan.space).name)
     atexit.register(shutil.rmtree, copy.parent, ignore_errors=True)
     copy.write_text(space)
-    return replace(plan, space=str(copy))
+    tree = with_task(plan.tree, str(copy)) if kept.defaults < 3 else plan.tree
+    return replace(plan, tree=tree, space=str(copy))
 
 
 def continued_sweep(

@@ -60,6 +60,17 @@ def load_space(path: str, tree: Mapping[str, Any]) -> Space:
     return space
 
 
+def with_task(tree: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The config tree of a sweep of before entries of reward.functions were added to an environment's default.
+
+    Where its search space has such entries, its trials had task: 1 beside them.
+    """
+    reward = tree.get("reward", {})
+    if "functions" in reward or not any(key.startswith("reward.functions.") for key in load_space(path, tree)):
+        return dict(tree)
+    return {**tree, "reward": {**reward, "functions": {"task": 1.0}}}
+
+
 def _call_space(path: str) -> Space:
     """The result of the file's space(), as a resume has it: from a copy of the file in a folder of its own.
 

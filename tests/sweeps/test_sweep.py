@@ -38,7 +38,7 @@ from rlx.storage.filesystem import Storage
 from rlx.sweeps import plans, room, tuner
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords
 from rlx.sweeps.space import load_space
-from rlx.sweeps.trainable import PPOTrial
+from rlx.sweeps.trainable import Attempt, PPOTrial, attempt_config
 from rlx.tracking import outbox
 from rlx.tracking.base import ERROR_TAG
 from rlx.tracking.services import mlflow
@@ -249,6 +249,23 @@ def test_a_sweep_of_before_goes_on_with_the_engines_of_before(tmp_path: Path) ->
     before = plans.saved_sweep(storage, "s", trust=True)
     assert (before.config.rollout.num_engines, before.gpus) == (1, 3)
     assert before.config.rollout.resources_per_engine == given["rollout"]["resources_per_engine"]
+
+
+def test_a_sweep_of_before_goes_on_with_the_rewards_of_before(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    space = space_file(tmp_path, "{'reward.functions.environment': tune.choice([0.5, 1.0])}")
+    tree = {"storage": str(tmp_path), "model": {"path": "org/name"}, "environment": {"name": "calculator"}}
+    created(SweepPlan("s", tree, space), storage)
+    file = tmp_path / "sweeps" / "s" / "sweep.json"
+
+    def rewards(defaults: int) -> dict[str, float]:
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"defaults": defaults}))
+        plan = plans.saved_sweep(storage, "s", trust=True)
+        first = Attempt("trial_00000", "trial_00000")
+        return attempt_config(plan, {"reward.functions.environment": 0.5}, first).reward.functions
+
+    assert rewards(2) == {"task": 1.0, "environment": 0.5}
+    assert rewards(3) == {"environment": 0.5}
 
 
 def test_a_sweep_whose_record_begins_with_a_resume_names_the_original_of_its_space(tmp_path: Path) -> None:
