@@ -27,10 +27,11 @@ def main(argv: Sequence[str]) -> int:
 
 def check(config: RunConfig) -> int:
     """Prints the doctor's lines; returns 1 if a check failed."""
+    from rlx.cluster.resources import naming_ways_out
     from rlx.runs import preflight, run_folder
     from rlx.tracking import console
 
-    with console.RunProgress(1) as progress:
+    with naming_ways_out(config.model_dump(exclude_unset=True)), console.RunProgress(1) as progress:
         run_folder.check_start(config)
         prepared = preflight.prepare(config, progress.warm_start)
         from rlx.cluster import connection  # slow to import: what is wrong has been said by now

@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from rlx.cli.arguments import terminal_width
 from rlx.cli.options import NotingParser, add_help, add_settings, end_on_signals, exit_code, parse, signal_received
-from rlx.cluster.resources import sharing_gpus
+from rlx.cluster.resources import naming_ways_out, sharing_gpus
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.experiment import DEFAULT_EXPERIMENT, TINY, has_tiny_model, takes_experiment, with_experiment
 from rlx.config.loading import from_tree, read_yaml, with_overrides
@@ -219,7 +219,8 @@ def start_sweep(args: argparse.Namespace, tree: dict[str, Any], given: Mapping[s
     sizes = preflight.lengths(config.data, config.rollout, config.model.path)  # the same for all trials
     tree = with_overrides(tree, preflight.absolute_paths(config) | sizes)
     storage = open_storage(tree["storage"])
-    with claimed_plan(args, storage, tree, given) as (plan, restarted):
+    way_out = nullcontext() if is_resume else naming_ways_out(tree)
+    with way_out, claimed_plan(args, storage, tree, given) as (plan, restarted):
         from rlx.sweeps import plans, verdict  # slow to import
 
         if is_resume and not restarted and plans.is_finished(plan, plans.ended_trials(plan, storage)):

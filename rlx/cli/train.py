@@ -139,9 +139,10 @@ def inherited_tree(
 
 def start(config: RunConfig) -> int:
     """Trains a new run."""
+    from rlx.cluster.resources import naming_ways_out
     from rlx.runs import run_folder
 
-    with run_folder.new_run(config) as (config, folder):
+    with naming_ways_out(config.model_dump(exclude_unset=True)), run_folder.new_run(config) as (config, folder):
         return train(config, folder, resume=False)
 
 

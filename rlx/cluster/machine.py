@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlx.cluster.leftovers import ray_folder
 from rlx.cluster.placement import Bundle, Node
-from rlx.cluster.resources import ResourcePlan, lack
+from rlx.cluster.resources import NoRoomError, ResourcePlan, lack
 from rlx.config.errors import ConfigError
 from rlx.config.reach import speaks_http, why_closed
 
@@ -52,7 +52,7 @@ def check_place(needed: ResourcePlan, ray_address: str | None) -> None:
 
 
 def check_machine(needed: ResourcePlan, own: Bundle) -> None:
-    """Raises ConfigError, with the numbers, if a plan needs more of something than a machine has.
+    """Raises NoRoomError, with the numbers, if a plan needs more of something than a machine has.
 
     Args:
         own: what the machine has; what is not named may be there.
@@ -60,7 +60,8 @@ def check_machine(needed: ResourcePlan, own: Bundle) -> None:
     total = needed.total()
     if any(total.get(name, 0.0) > amount for name, amount in own.items()):
         known = Node({name: own.get(name, amount) for name, amount in total.items()})
-        raise ConfigError(f"scaling: {needed} need {lack(needed, [known])}; --ray-address joins a larger one")
+        text = f"scaling: {needed} need {lack(needed, [known])}; --ray-address joins a larger one"
+        raise NoRoomError(text, [known])
 
 
 def check_spread(needed: ResourcePlan) -> None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rlx.cluster.placement import TOLERANCE, Bundle, FreeNode, Node, meets, place, total_of
 from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections.reward import RewardConfig
 from rlx.config.sections.rollout import RolloutConfig
@@ -232,18 +234,26 @@ def cluster_nodes() -> list[Node]:
     return [Node(dict(node["Resources"]), dict(node["Labels"])) for node in ray.nodes() if node["Alive"]]
 
 
+class NoRoomError(ConfigError):
+    """The nodes could not hold a plan, even if they were empty."""
+
+    def __init__(self, message: str, nodes: Sequence[Node] = ()) -> None:
+        super().__init__(message)
+        self.nodes = nodes
+
+
 def check_room(needed: ResourcePlan) -> None:
-    """Raises ConfigError, with the numbers, if even the empty cluster could not hold a plan."""
+    """Raises NoRoomError, with the numbers, if even the empty cluster could not hold a plan."""
     nodes = cluster_nodes()
     if not needed.fits(nodes, 1):
-        raise ConfigError(f"scaling: {needed} need {lack(needed, nodes)}")
+        raise NoRoomError(f"scaling: {needed} need {lack(needed, nodes)}", nodes)
 
 
 def wait_for_room(needed: ResourcePlan, patience_s: float, notify: Notify) -> None:
     """Returns when the cluster, if it were empty, could hold a plan; asks the autoscaler for what is missing.
 
     Raises:
-        ConfigError: it could not after `patience_s`; the text has the numbers.
+        NoRoomError: it could not after `patience_s`; the text has the numbers.
     """
     from ray.autoscaler.sdk import request_resources
 
@@ -293,20 +303,35 @@ def lack(needed: ResourcePlan, nodes: Sequence[Node]) -> str:
     if not numbers:
         bundles = ", ".join(_text(bundle) for bundle in [*_reserved_workers(needed), *needed.bundles])
         numbers = f"{bundles}, which {needed.strategy} cannot place on {counted} with {_node_texts(nodes)}"
-    return numbers + _in_turns(needed, total.get("GPU", 0.0), cluster.get("GPU", 0.0))
+    return numbers
 
 
-def _in_turns(needed: ResourcePlan, total: float, there: float) -> str:
-    """The way out where there are GPUs enough for all but the engines.
+@contextmanager
+def naming_ways_out(tree: Mapping[str, Any]) -> Iterator[None]:
+    """Of a new run or sweep for which there is no room: names the option with which there would be, if one is known.
 
     Args:
-        total, there: GPUs that the plan needs, and those of the cluster.
+        tree: its config, with what was given alone: other settings may follow the option.
     """
-    of_engines = total_of(needed.engines).get("GPU", 0.0)
-    of_workers = total_of(needed.workers).get("GPU", 0.0)
-    if needed.colocated or not of_workers or not total - of_engines <= there < total:
-        return ""
-    return "; --rollout.placement colocated needs no GPU for engines, which take turns with the workers"
+    try:
+        yield
+    except NoRoomError as error:
+        raise ConfigError(f"{error}{_way_out(tree, error.nodes)}") from None
+
+
+def _way_out(tree: Mapping[str, Any], nodes: Sequence[Node]) -> str:
+    """The end of a line that names an option with which the plan of a config is valid and fits; empty if none is."""
+    config = from_tree(dict(tree))
+    options: list[tuple[str, dict[str, Any]]] = [
+        ("--rollout.placement colocated, where engines take turns with the workers", {"rollout.placement": "colocated"})
+    ]
+    for count in range(config.rollout.num_engines - 1, 0, -1):
+        options.append((f"--rollout.num-engines {count}", {"rollout.num_engines": count}))
+    for option, change in options:
+        with suppress(ConfigError):
+            if config.scaling.use_gpu and plan_resources(from_tree(with_overrides(tree, change))).fits(nodes, 1):
+                return f"; there is room with {option}"
+    return ""
 
 
 def _text(bundle: Mapping[str, float]) -> str:

@@ -5,19 +5,21 @@ import socket
 import subprocess
 import threading
 import time
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
+from rlx.cli import doctor, sweep, train
 from rlx.cluster import machine, resources
 from rlx.cluster.placement import Bundle, Node
 from rlx.cluster.resources import ResourcePlan, RoleLabels
 from rlx.config.errors import ConfigError
+from rlx.config.loading import from_tree, with_overrides
 
 PLAN = ResourcePlan([{"CPU": 1.0, "GPU": 1.0}] * 2, [{"CPU": 0.5}])
-IN_TURNS = "; --rollout.placement colocated needs no GPU for engines, which take turns with the workers"
 
 
 @pytest.mark.parametrize(
@@ -37,23 +39,61 @@ def test_a_plan_that_a_machine_cannot_hold_is_refused(own: dict[str, float], lac
         machine.check_machine(PLAN, own)
 
 
+GPUS = {"scaling__use_gpu": True, "scaling__num_workers": 2, "train__prompts_per_step": 8}
+TURNS = "--rollout.placement colocated, where engines take turns with the workers"
+
+
 @pytest.mark.parametrize(
-    ("own", "is_told"), [({"GPU": 0.0}, False), ({"GPU": 1.0}, False), ({"GPU": 2.0}, True), ({"GPU": 3.0}, True)]
+    ("changes", "own", "option"),
+    [
+        ({}, {"GPU": 0.0}, None),
+        ({}, {"GPU": 1.0}, None),
+        ({}, {"GPU": 2.0}, TURNS),
+        ({}, {"GPU": 3.0, "CPU": 8.0}, TURNS),
+        ({"rollout__num_engines": 2}, {"GPU": 2.0}, TURNS),
+        ({"rollout__max_staleness": 1}, {"GPU": 2.0}, None),
+        ({"rollout__max_staleness": 1}, {"GPU": 3.0}, "--rollout.num-engines 1"),
+        ({"rollout__tensor_parallel": 2}, {"GPU": 2.0}, None),
+        ({"rollout__resources_per_engine.GPU": 1}, {"GPU": 2.0}, None),
+        ({"scaling__resources_per_worker": {"CPU": 1, "GPU": 1}}, {"GPU": 2.0}, None),
+        ({"rollout__resources_per_engine.CPU": 40}, {"GPU": 4.0, "CPU": 8.0}, None),
+        ({"rollout__resources_per_engine.CPU": 5}, {"GPU": 4.0, "CPU": 8.0}, "--rollout.num-engines 1"),
+        ({"scaling__use_gpu": False, "rollout__num_engines": 9}, {"CPU": 2.0}, None),
+    ],
 )
-def test_a_machine_with_gpus_enough_for_the_workers_alone_is_told_of_turns(own: Bundle, is_told: bool) -> None:
-    plan = replace(PLAN, engines=[{"CPU": 1.0, "GPU": 1.0}] * 2)
-    needs = f"scaling: 2 workers and 2 engines need 4 GPU but the cluster has {own['GPU']:g}"
-    with pytest.raises(ConfigError) as error:
-        machine.check_machine(plan, own)
-    assert str(error.value) == f"{needs}{IN_TURNS * is_told}; --ray-address joins a larger one"
+def test_a_new_run_without_room_is_told_of_an_option_with_which_it_is_valid_and_fits(
+    changes: dict[str, Any], own: Bundle, option: str | None
+) -> None:
+    tree = with_overrides({}, {key.replace("__", "."): each for key, each in (GPUS | changes).items()})
+    with pytest.raises(ConfigError) as error, resources.naming_ways_out(tree):
+        machine.check_machine(resources.plan_resources(from_tree(tree)), own)
+    told = f"; there is room with {option}" if option else ""
+    assert str(error.value).endswith(f"; --ray-address joins a larger one{told}")
 
 
-def test_engines_that_cannot_take_turns_are_not_told_to() -> None:
-    engines = [{"CPU": 1.0, "GPU": 1.0}] * 2
-    on_cpus = ResourcePlan([{"CPU": 1.0}], engines)
-    shared = ResourcePlan([{"CPU": 1.0, "GPU": 1.0}] * 2, engines, colocated=True)
-    for plan in (on_cpus, shared):
-        assert resources.lack(plan, [Node({"CPU": 8.0, "GPU": 1.0})]).endswith("2 GPU but the cluster has 1")
+@pytest.mark.parametrize("command", [doctor, sweep, train], ids=lambda command: command.__name__)
+def test_the_commands_that_begin_something_tell_of_it(
+    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "_has_joined", lambda: False)
+    monkeypatch.setattr(machine, "own_resources", lambda: {"CPU": 8.0, "GPU": 1.0})
+    assert command.main(["--scaling.use-gpu", "true", "--storage", str(tmp_path), "--ray-address", "local"])
+    assert capsys.readouterr().err.endswith(f"joins a larger one; there is room with {TURNS}\n")
+
+
+def test_a_run_that_has_begun_is_told_of_no_option() -> None:
+    config = from_tree({"scaling": {"use_gpu": True}})
+    with pytest.raises(ConfigError, match=r"need 2 GPU but the cluster has 1; --ray-address joins a larger one$"):
+        machine.check_machine(resources.plan_resources(config), {"GPU": 1.0})
+
+
+def test_what_several_nodes_cannot_hold_is_no_way_out() -> None:
+    two = [Node({"CPU": 8.0, "GPU": 1.0})] * 2
+    for strategy, told in {"STRICT_PACK": "", "PACK": f"; there is room with {TURNS}"}.items():
+        tree = {"scaling": {"use_gpu": True, "num_workers": 2, "placement_strategy": strategy}}
+        with pytest.raises(ConfigError) as error, resources.naming_ways_out(tree):
+            raise resources.NoRoomError("no room", two)
+        assert str(error.value) == f"no room{told}"
 
 
 @pytest.mark.parametrize(("workers", "engines", "nodes"), [(2, 1, 2), (1, 3, 3), (1, 1, None)])
