@@ -217,8 +217,8 @@ def _check_engines(scaling: ScalingConfig, rollout: RolloutConfig) -> None:
     """Refuses bundles of engines that were meant for CPUs, or from which the GPU was left out by mistake."""
     if scaling.use_gpu and rollout.placement == "separate" and "GPU" not in rollout.resources_per_engine:
         raise ConfigError(
-            f"rollout.resources_per_engine has no GPU, and workers have (scaling.use_gpu): add GPU: "
-            f"{rollout.tensor_parallel} to it, or leave it out; GPU: 0 is for engines on CPUs"
+            f"rollout.resources_per_engine has no GPU, and workers have (scaling.use_gpu): "
+            f"--rollout.resources-per-engine.GPU {rollout.tensor_parallel} adds it; 0 is for engines on CPUs"
         )
 
 

@@ -184,7 +184,7 @@ def test_a_run_on_gpus_needs_as_many_for_engines_as_for_workers() -> None:
 
 def test_engines_without_a_gpu_beside_workers_on_gpus_are_refused_unless_they_are_said_to_be_on_cpus() -> None:
     scaling = {"use_gpu": True}
-    line = r"rollout\.resources_per_engine has no GPU, and workers have .* add GPU: 2 to it, or leave it out; GPU: 0 is"
+    line = "engine has no GPU, and workers have .*: --rollout.resources-per-engine.GPU 2 adds it; 0 is for engines on"
     with pytest.raises(ConfigError, match=line):
         configured(scaling=scaling, rollout={"resources_per_engine": {"CPU": 4}, "tensor_parallel": 2})
     on_cpu = configured(scaling=scaling, rollout={"resources_per_engine": {"CPU": 4, "GPU": 0}})
