@@ -114,7 +114,10 @@ class SweepPlan:
         """The plan of a saved sweep, whose further trials have the defaults that its first ones had."""
         tree = over_experiment(self.tree) if self.defaults < 2 else self.tree
         if self.defaults < 3:
-            tree = tree | {"rollout": _ENGINES_BEFORE | tree.get("rollout", {})}
+            rollout = _ENGINES_BEFORE | tree.get("rollout", {})
+            if tree.get("scaling", {}).get("use_gpu"):  # else refused today, and a resume cannot change it
+                rollout["resources_per_engine"] = {"GPU": 0.0} | rollout["resources_per_engine"]
+            tree = tree | {"rollout": rollout}
         return replace(self, tree=tree, defaults=DEFAULTS)
 
 

@@ -249,6 +249,10 @@ def test_a_sweep_of_before_goes_on_with_the_engines_of_before(tmp_path: Path) ->
     before = plans.saved_sweep(storage, "s", trust=True)
     assert (before.config.rollout.num_engines, before.gpus) == (1, 3)
     assert before.config.rollout.resources_per_engine == given["rollout"]["resources_per_engine"]
+    on_cpus = SweepPlan("s", {"scaling": {"use_gpu": True}}, space, defaults=2).with_its_defaults()
+    assert on_cpus.resources.total() == {"CPU": 1.0, "GPU": 1.0}
+    in_turns = replace(on_cpus, tree={"scaling": scaling, "rollout": {"placement": "colocated", "num_engines": 2}})
+    assert replace(in_turns, defaults=2).with_its_defaults().gpus == 2
 
 
 def test_a_sweep_of_before_goes_on_with_the_rewards_of_before(tmp_path: Path) -> None:
