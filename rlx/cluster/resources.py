@@ -200,8 +200,9 @@ def sharing_gpus(runs: int, scaling: ScalingConfig, rollout: RolloutConfig, rewa
     }
     for key, bundle in bundles.items():
         if (gpus := bundle.get("GPU", 0.0)) > 1:
+            several = "rollout.tensor_parallel takes" if key == "rollout.resources_per_engine" else f"{key} has"
             raise ConfigError(
-                f"{option}: {key} has {gpus:g} GPUs; Ray shares a GPU only where a process has one at most"
+                f"{option}: {several} {gpus:g} GPUs; Ray shares a GPU only where a process has one at most"
             )
     shared = {key: _shared(bundle, runs) for key, bundle in bundles.items() if bundle.get("GPU")}
     memory = rollout.gpu_memory_utilization / runs

@@ -232,9 +232,10 @@ def test_runs_that_share_gpus_have_parts_of_them() -> None:
         ),
         ({"rollout": {"placement": "colocated"}}, "--interleave 2: with rollout.placement colocated one run already"),
         ({"scaling": {"use_gpu": True, "num_workers": 2}}, "--interleave 2: Ray may give two of the 2 workers"),
+        ({"rollout": {"tensor_parallel": 2}}, "--interleave 2: rollout.tensor_parallel takes 2 GPUs; Ray shares"),
         (
-            {"rollout": {"tensor_parallel": 2, "resources_per_engine": {"GPU": 2}}},
-            "--interleave 2: rollout.resources_per_engine has 2 GPUs; Ray shares",
+            {"scaling": {"use_gpu": True, "resources_per_worker": {"GPU": 2}}},
+            "--interleave 2: scaling.resources_per_worker has 2 GPUs; Ray shares",
         ),
     ],
 )
