@@ -7,16 +7,18 @@ Left out: the checkpoints' own files (rlx.storage) and what is written while a r
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import PurePath
 from typing import Any, TypeVar
 
 from rlx.config.errors import ConfigError, nearest, one_line
-from rlx.config.loading import from_tree, parse_yaml, with_overrides
+from rlx.config.experiment import followers, settings_text
+from rlx.config.loading import as_it_began, from_tree, parse_yaml, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections.base import differences, flatten
 from rlx.config.sections.records import CheckpointConfig
@@ -35,14 +37,8 @@ POINTER = "pointer.json"
 
 # Settings that the state of a run depends on: a resume cannot change them.
 _FIXED = (
-    "seed",
-    "model.",
-    "data.",
-    "algorithm.advantage",
-    "algorithm.policy_loss",
-    "train.ema_decay",
-    "train.optimizer",
-    "checkpoint.init_",
+    *("seed", "model.", "data.", "algorithm.advantage", "algorithm.policy_loss"),
+    *("train.ema_decay", "train.optimizer", "checkpoint.init_"),
 )
 
 
@@ -229,12 +225,22 @@ def saved_run(
         saved = saved_config(folder)
         if not (trust or signatures.is_own_folder(folder, saved)):
             refuse_powers(name, folder, saved, overrides)
-        tree = _as_it_began(saved) | {"name": name, "storage": storage}
-        config = from_tree(with_overrides(tree, {**overrides, "name": name}), f"run {name}", overrides, giver)
+        tree = as_it_began(saved) | {"name": name, "storage": storage}
+        changes = {**_following(tree, overrides), **overrides, "name": name}
+        config = from_tree(with_overrides(tree, changes), f"run {name}", overrides, giver)
         check_resumable(config, from_tree(tree))
         if (metrics := finished_metrics(folder, config.train.steps)) is None:
             _check_checkpoints(folder)
         yield config, folder, metrics
+
+
+def _following(tree: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults of a run that follow overrides, with a message; none if these are refused, as `saved_run` will."""
+    with suppress(ConfigError):
+        if changed := {key: value for key, value in followers(tree, overrides).items() if not is_fixed(key)}:
+            logging.getLogger("rlx").warning("defaults that follow what was given: %s", settings_text(changed))
+            return changed
+    return {}
 
 
 def check_stays(what: str, storage: str, overrides: Mapping[str, Any]) -> None:
@@ -254,12 +260,6 @@ def _check_checkpoints(folder: Storage) -> None:
             f"run {folder.name!r} has had checkpoints, and none of them is left in {folder.path}: put one back with "
             "all of its files, or start a new run; this one would begin again, over its record"
         )
-
-
-def _as_it_began(saved: dict[str, Any]) -> dict[str, Any]:
-    """Adds train.shuffle_minibatches: False to a config tree that is older than that setting."""
-    train = saved.get("train")
-    return saved | {"train": {"shuffle_minibatches": False, **train}} if isinstance(train, Mapping) else saved
 
 
 def is_fixed(key: str) -> bool:

@@ -118,6 +118,29 @@ def test_a_run_of_before_goes_on_with_its_own_settings(tmp_path: Path) -> None:
     assert run_folder.checkpoint_of("before@best", str(tmp_path))[1].step == 40
 
 
+@pytest.mark.parametrize(
+    ("changes", "engines", "each"),
+    [
+        ({"train.steps": 80}, 4, {"CPU": 1.0, "GPU": 1.0}),
+        ({"scaling.num_workers": 2}, 2, {"CPU": 1.0, "GPU": 1.0}),
+        ({"scaling.num_workers": 2, "rollout.num_engines": 3}, 3, {"CPU": 1.0, "GPU": 1.0}),
+        ({"scaling.use_gpu": False}, 1, {"CPU": 0.5}),
+        ({"rollout.placement": "colocated"}, 4, {"CPU": 0.5}),
+        ({"rollout.tensor_parallel": 2}, 2, {"CPU": 1.0, "GPU": 2.0}),
+    ],
+)
+def test_engines_that_nobody_gave_follow_what_a_resume_changes(
+    changes: dict[str, Any], engines: int, each: dict[str, float], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made(tmp_path / "runs" / "a", scaling__use_gpu=True, scaling__num_workers=4, train__prompts_per_step=32)
+    with run_folder.saved_run("a", str(tmp_path), changes, trust=True) as (config, _, _):
+        assert (config.rollout.num_engines, config.rollout.resources_per_engine) == (engines, each)
+        assert config.model.dtype == "bfloat16"  # which a resume cannot change
+    moved = engines != 4 or "GPU" not in each
+    own = "rollout.num_engines" in changes
+    assert caplog.text.count("defaults that follow what was given: rollout.") == (moved and not own)
+
+
 def test_a_relative_folder_becomes_an_address_that_holds_anywhere(
     storage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
