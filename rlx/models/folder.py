@@ -213,7 +213,7 @@ def check_classifier(path: str, setting: str) -> None:
     if layers and not has_score and "Classification" not in str(content.get("architectures")):
         raise ConfigError(f"{setting} {path}: not a sequence classifier, its weights have no layer that scores")
     named = content.get("id2label")
-    labels = len(named) if isinstance(named, dict) else content.get("num_labels", 2)  # as transformers reads it
+    labels = content.get("num_labels", len(named) if isinstance(named, dict) else 2)  # as transformers reads it
     if labels != 1:
         raise ConfigError(f"{setting} {path}: its classifier has {labels} labels, expected 1")
 

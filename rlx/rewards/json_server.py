@@ -25,6 +25,8 @@ from rlx.config.sections.reward import RewardConfig
 from rlx.rewards.custom import RewardError
 
 T = TypeVar("T")
+_COMPRESSIONS = frozenset({"gzip", "x-gzip", "deflate", "br", "zstd", "compress"})
+_LONGEST_S = 1e6  # sockets count milliseconds in 32 bits
 MAX_ANSWER_BYTES = 2 << 20
 """the largest answer that is parsed: JSON may take fifty times as much memory as bytes"""
 
@@ -87,7 +89,7 @@ class JsonServer:
             key = os.environ.get(key_env)
             if key is None:
                 raise ConfigError(f"reward.{name}_key_env: there is no environment variable {key_env}")
-        return cls(name, url, key and key.strip(), config.url_retries, config.timeout_s)
+        return cls(name, url, key and key.strip(), config.url_retries, min(config.timeout_s, _LONGEST_S))
 
     @property
     def address(self) -> str:
@@ -177,7 +179,7 @@ class JsonServer:
             stream=True,
         ) as response:
             encoding = response.headers.get("Content-Encoding", "").strip().lower()
-            if response.ok and encoding not in ("", "identity"):
+            if response.ok and encoding in _COMPRESSIONS:
                 raise UnreadableError(f"answered with Content-Encoding {encoding[:40]}, which was not asked for")
             read = bytearray()
             while chunk := response.raw.read1(1 << 16):

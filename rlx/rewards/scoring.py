@@ -91,7 +91,8 @@ def answer_check(config: RewardConfig) -> AnswerCheck | None:
     """What each prompt's answer has to pass when prompts are read; None: any text will do."""
     if "code" in config.functions:
         return check_tests
-    pays_for_none = config.answer_pattern is None and {"task", "exact_match"} & set(config.functions)
+    paid = {name for name, weight in config.functions.items() if weight > 0}
+    pays_for_none = config.answer_pattern is None and {"task", "exact_match"} & paid
     return _check_said if pays_for_none else None
 
 

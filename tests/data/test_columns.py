@@ -86,7 +86,17 @@ def test_a_conversation_in_json_that_cannot_be_read_is_refused(text: str, said: 
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "[1, 2]", "[{'a': 1}]", '[{"role": "admin"}]', '[{"a": 1}, 2]', "[x] or not?", "[" * 99_999]
+    "text",
+    [
+        "[]",
+        "[1, 2]",
+        "[{'a': 1}]",
+        '[{"role": "admin"}]',
+        '[{"a": 1}, 2]',
+        "[x] or not?",
+        '[{"role": "user", "content": "hi"}] has how many messages?',
+        "[" * 99_999,
+    ],
 )
 def test_other_text_in_brackets_is_a_question(text: str) -> None:
     row = Columns().row({"question": text, "answer": 1})
@@ -105,14 +115,19 @@ def test_the_expected_answer_is_the_last_match_in_its_cell() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "pattern", "is_refused"),
-    [("task", None, True), ("exact_match", None, True), ("task", r"-?\d+", False), ("numeric", None, False)],
+    ("functions", "pattern", "is_refused"),
+    [
+        ({"task": 1.0}, None, True),
+        ({"exact_match": 1.0}, None, True),
+        ({"task": 1.0}, r"-?\d+", False),
+        ({"numeric": 1.0, "exact_match": 0.0}, None, False),
+    ],
 )
 def test_a_blank_answer_is_refused_where_saying_nothing_would_be_paid_for(
-    function: str, pattern: str | None, is_refused: bool, tmp_path: Path
+    functions: dict[str, float], pattern: str | None, is_refused: bool, tmp_path: Path
 ) -> None:
     (file := tmp_path / "p.jsonl").write_text('{"question": "1?", "answer": "1"}\n{"question": "2?", "answer": " "}\n')
-    check = scoring.answer_check(RewardConfig(functions={function: 1.0}, answer_pattern=pattern))
+    check = scoring.answer_check(RewardConfig(functions=functions, answer_pattern=pattern))
     with (
         pytest.raises(ConfigError, match=r"p\.jsonl:2: the expected answer is blank: task")
         if is_refused

@@ -289,6 +289,7 @@ def test_a_failure_that_may_pass_is_followed_by_another_attempt(faulty: Callable
         (reply(200, "...", "Content-Encoding: gzip"), "answered with Content-Encoding gzip, which was not asked for"),
         (reply(500, "", "Content-Encoding: gzip"), "answered 500 Internal Server Error"),
         (reply(200, "{}", "Content-Encoding: identity"), 'answered without a list "scores"'),
+        (reply(200, "{}", "Content-Encoding: utf-8"), 'answered without a list "scores"'),
         (scores(1, 2, 3), "answered 3 scores for 1 completions"),
         (raw(b""), "failed: RemoteDisconnected"),
     ],

@@ -209,6 +209,8 @@ def _from_json(cell: str) -> str | list[Any]:
     try:
         found, reason = json.loads(cell), "a message of it has no role or no content"
     except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":  # a text about messages
+            return cell
         found, reason = [], f"malformed JSON: {error}"
     if found and all(isinstance(each, dict) and "role" in each and each.keys() & _SAID for each in found):
         return found
