@@ -20,14 +20,9 @@ ADAPTER_LR = 1e-4
 """of LoRA's adapters, which take larger ones than full weights: QLoRA (arXiv 2305.14314) has 1e-4 to 2e-4"""
 
 
-FOLLOWING = (
-    "model.dtype",
-    "train.actor_lr",
-    "train.critic_lr",
-    "reward.functions",
-    "rollout.num_engines",
-    "rollout.resources_per_engine",
-)
+ENGINES = ("rollout.num_engines", "rollout.resources_per_engine")
+"""the settings that follow the GPUs of the workers"""
+FOLLOWING = ("model.dtype", "train.actor_lr", "train.critic_lr", "reward.functions", *ENGINES)
 """the settings that `following_defaults` may have"""
 
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlx.config.defaults import FOLLOWING
+from rlx.config.defaults import ENGINES, FOLLOWING
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import settings
 from rlx.config.sections.base import flatten
 
+_LOG = logging.getLogger("rlx")
 EXPERIMENT_FILE = Path(__file__).parent / "arithmetic.yaml"
 TINY = "tiny"
 """the name of rlx's own model in `model.path`, with which the default experiment begins"""
@@ -82,6 +85,16 @@ def followers(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     now = flatten(from_tree(with_overrides(without(tree, free), changes), given=changes))
     asked = {key: _with_entries(key, before[key], changes) for key in free if key not in changes}
     return {key: now[key] for key, value in asked.items() if now[key] != value}
+
+
+def following_engines(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `followers` that say how many engines a run has and what each takes, with a message; none if the changes
+    are refused. Engines do not change what is computed, so that a run which goes on can have others."""
+    with suppress(ConfigError):
+        if engines := {key: value for key, value in followers(tree, changes).items() if key in ENGINES}:
+            _LOG.warning("defaults that follow what was given: %s", settings_text(engines))
+            return engines
+    return {}
 
 
 def settings_text(values: Mapping[str, Any]) -> str:

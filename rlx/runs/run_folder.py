@@ -7,17 +7,16 @@ Left out: the checkpoints' own files (rlx.storage) and what is written while a r
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import PurePath
 from typing import Any, TypeVar
 
 from rlx.config.errors import ConfigError, nearest, one_line
-from rlx.config.experiment import followers, settings_text
+from rlx.config.experiment import following_engines
 from rlx.config.loading import as_it_began, from_tree, parse_yaml, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections.base import differences, flatten
@@ -37,8 +36,14 @@ POINTER = "pointer.json"
 
 # Settings that the state of a run depends on: a resume cannot change them.
 _FIXED = (
-    *("seed", "model.", "data.", "algorithm.advantage", "algorithm.policy_loss"),
-    *("train.ema_decay", "train.optimizer", "checkpoint.init_"),
+    "seed",
+    "model.",
+    "data.",
+    "algorithm.advantage",
+    "algorithm.policy_loss",
+    "train.ema_decay",
+    "train.optimizer",
+    "checkpoint.init_",
 )
 
 
@@ -226,21 +231,12 @@ def saved_run(
         if not (trust or signatures.is_own_folder(folder, saved)):
             refuse_powers(name, folder, saved, overrides)
         tree = as_it_began(saved) | {"name": name, "storage": storage}
-        changes = {**_following(tree, overrides), **overrides, "name": name}
+        changes = {**following_engines(tree, overrides), **overrides, "name": name}
         config = from_tree(with_overrides(tree, changes), f"run {name}", overrides, giver)
         check_resumable(config, from_tree(tree))
         if (metrics := finished_metrics(folder, config.train.steps)) is None:
             _check_checkpoints(folder)
         yield config, folder, metrics
-
-
-def _following(tree: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults of a run that follow overrides, with a message; none if these are refused, as `saved_run` will."""
-    with suppress(ConfigError):
-        if changed := {key: value for key, value in followers(tree, overrides).items() if not is_fixed(key)}:
-            logging.getLogger("rlx").warning("defaults that follow what was given: %s", settings_text(changed))
-            return changed
-    return {}
 
 
 def check_stays(what: str, storage: str, overrides: Mapping[str, Any]) -> None:

@@ -66,9 +66,7 @@ class SweepPlan:
     name: str
     tree: dict[str, Any]  # the config that all trials share; its paths are absolute
     space: str  # path of the search space
-    candidates: Annotated[PositiveInt, Field(alias="trials")] = (
-        4  # to try; `plans.check_sweep` puts a grid's number here
-    )
+    candidates: Annotated[PositiveInt, Field(alias="trials")] = 4  # `plans.check_sweep` puts a grid's number here
     search: SearchName = "random"
     scheduler: SchedulerName = "none"
     seeds: PositiveInt = 1  # runs of each candidate
