@@ -125,15 +125,17 @@ def test_the_path_of_a_folder_may_have_the_sign_before_a_split(
     assert label_of(f"hf:{tmp_path}/me@corp/ds@test") == label_of(f"{tmp_path}/me@corp/ds.jsonl") == "ds"
 
 
-def test_the_split_of_a_folder_with_one_alone_is_that_one(tmp_path: Path) -> None:
+def test_a_folder_with_one_split_alone_is_read_whatever_name_it_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    both = datasets.Dataset.from_dict({"question": ["q", "p"], "answer": ["1", "2"]}, split="train")
+    both.train_test_split(1)["test"].save_to_disk(tmp_path / "part")
     rows(3).save_to_disk(tmp_path / "none")
-    test = datasets.Dataset.from_dict({"question": ["q"], "answer": ["1"]}, split="test")
-    test.save_to_disk(tmp_path / "test")
     assert len(read(f"hf:{tmp_path}/none@train")) == 3
-    assert len(read(f"hf:{tmp_path}/test@test")) == len(read(f"hf:{tmp_path}/test")) == 1
-    for name, split, own in (("none", "nonsense", "train"), ("test", "train", "test")):
-        with pytest.raises(ConfigError, match=rf"{name}@{split}: no split '{split}', it is {own} alone$"):
-            read(f"hf:{tmp_path}/{name}@{split}")
+    assert len(read(f"hf:{tmp_path}/part@train")) == len(read(f"hf:{tmp_path}/part")) == 1
+    assert not caplog.messages
+    assert len(read(f"hf:{tmp_path}/part@test")) == 1
+    assert caplog.messages == [f"{tmp_path}/part: the folder has one split alone, and says 'train', not 'test'"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from rlx.data.stored import parsers
 from rlx.data.stored.columns import ColumnError, Columns
 from rlx.data.stored.source import NO_ROWS, Reading, StoredSource
 
+_LOG = logging.getLogger("rlx")
 HUB = "hf:"
 """prefix of the addresses of Hugging Face data sets"""
 _SAVED = ("state.json", "dataset_dict.json")  # one of them is in a folder of save_to_disk
@@ -147,8 +149,9 @@ def _load(address: HubAddress) -> Any:
         return datasets.load_dataset(address.name, address.config, split=address.split or "train")
     loaded = datasets.load_from_disk(address.name)
     if isinstance(loaded, datasets.Dataset):
-        if address.split not in ("", own := str(loaded.split or "train")):
-            raise ValueError(f"no split {address.split!r}, it is {own} alone")
+        if address.split not in ("", recorded := str(loaded.split or "train")):  # a part has the name of its whole
+            says = "%s: the folder has one split alone, and says %r, not %r"
+            _LOG.warning(says, address.name, recorded, address.split)
         return loaded
     split = address.split or "train"
     if split not in loaded:
