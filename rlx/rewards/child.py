@@ -8,7 +8,6 @@ Left out: which code that is, and what a failure means for the run.
 
 from __future__ import annotations
 
-import atexit
 import json
 import math
 import multiprocessing
@@ -22,6 +21,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -117,8 +118,10 @@ class ChildProcess:
         self._pipe.close()
         with suppress(ChildProcessError, ProcessLookupError):  # somebody else has waited for it
             _wait_for_end(self._process.pid, _END_S)
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.kill(self._process.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGTERM)
         code = self._process.wait()
+        _end_group(self._process.pid)
         self._process = None
         return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
@@ -136,9 +139,33 @@ def _wait_for_end(process: int, seconds: float) -> None:
         time.sleep(0.01)
 
 
+def _end_group(group: int) -> None:
+    """Ends the processes of a group that got SIGTERM and go on for more than a second after their leader.
+
+    Python's resource tracker takes no SIGTERM: it ends by itself, once it has removed the shared memory of the others.
+    """
+    end = time.monotonic() + _END_S
+    while _is_running(group) and time.monotonic() < end:
+        time.sleep(0.01)
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _is_running(group: int) -> bool:
+    """Whether a process of a group runs; one that has ended may be there for long, until PID 1 of a container waits."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            state, _, its_group, *_ = file.read_text(errors="replace").rpartition(")")[2].split()
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
+
+
 def _serve(pipe: Connection) -> None:
     """Runs in the child process: calls the function until the other end of the pipe is closed."""
-    atexit.register(_end_others)  # called after what the function registers
+    # Called after what the function registers and after pools and managers have ended their processes, which they may
+    # not survive otherwise; before multiprocessing waits for the processes that are left.
+    Finalize(None, _end_others, exitpriority=0)
     with suppress(EOFError, OSError):
         is_good, made = _outcome(pipe.recv())
         pipe.send((is_good, None if is_good else made))
@@ -153,9 +180,8 @@ def _serve(pipe: Connection) -> None:
 
 def _end_others() -> None:
     """Ends what the function has started: it would hold the output of the run open, and nobody else may be left."""
-    if os.getpid() == os.getpgrp():  # not a copy of this process that the function has forked
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this one goes on, and writes what it has in buffers
-        os.killpg(0, signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this one goes on, and writes what it has in buffers
+    os.killpg(0, signal.SIGTERM)
 
 
 def _outcome(function: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:

@@ -1,6 +1,7 @@
 """Calls in a child process, and many items with a limit each."""
 
 import functools
+import multiprocessing
 import os
 import struct
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,28 @@ def starting() -> Any:
         return started.pid
 
     return start
+
+
+POOLS = list[Any]()
+
+
+def pooling() -> Any:
+    """A function with a pool that stays until its process ends, the number of which it returns."""
+    POOLS.append(multiprocessing.get_context("fork").Pool(2))
+    return lambda what: POOLS[0].map(abs, [0]) and os.getpid()
+
+
+def sharing() -> Any:
+    """A function that leaves a file of shared memory, says which, and then hangs if it is asked to."""
+
+    def share(what: str) -> str:
+        memory = SharedMemory(create=True, size=1)
+        if what != "return":
+            Path(what).write_text(memory.name)
+            time.sleep(60)
+        return memory.name
+
+    return share
 
 
 def impossible() -> Any:
@@ -128,19 +152,28 @@ def test_what_a_function_starts_ends_with_its_process(tmp_path: Path) -> None:
     assert ends(returned)
 
 
+def test_a_function_with_shared_memory_leaves_none(tmp_path: Path) -> None:
+    child = ChildProcess(sharing)
+    with pytest.raises(ChildTimeout):
+        child.call(str(tmp_path / "name"), 0.5)
+    returned = child.call("return")
+    child.close()
+    assert not [name for name in (returned, (tmp_path / "name").read_text()) if Path("/dev/shm", name).exists()]
+
+
 LEAVE = """
 from rlx.rewards.child import ChildProcess
-from tests.rewards.test_child import starting
+from tests.rewards.test_child import {function}
 
-print(ChildProcess(starting).call("return"), flush=True)
+print(ChildProcess({function}).call("return"), flush=True)
 """
 
 
-def test_what_a_function_starts_ends_with_a_caller_that_closes_nothing() -> None:
+@pytest.mark.parametrize("function", ["starting", "pooling"])
+def test_what_a_function_starts_ends_with_a_caller_that_closes_nothing(function: str) -> None:
     """It would hold the caller's output open: reading that would not end."""
-    output = subprocess.run(
-        [sys.executable, "-c", LEAVE], check=True, capture_output=True, text=True, timeout=60
-    ).stdout
+    command = [sys.executable, "-c", LEAVE.format(function=function)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     assert ends(int(output))
 
 
