@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from rlx.config.errors import ConfigError
@@ -90,7 +91,7 @@ def score(responses: Sequence[Response], scorers: Mapping[str, Scorer], config: 
 def answer_check(config: RewardConfig) -> AnswerCheck | None:
     """What each prompt's answer has to pass when prompts are read; None: any text will do."""
     if "code" in config.functions:
-        return check_tests
+        return partial(check_tests, config=config)
     paid = {name for name, weight in config.functions.items() if weight > 0}
     pays_for_none = config.answer_pattern is None and {"task", "exact_match"} & paid
     return _check_said if pays_for_none else None
@@ -115,7 +116,7 @@ def try_functions(config: RewardConfig, prompts: Sequence[Prompt]) -> None:
     """
     responses = [Response(prompt, prompt.answer, prompt.answer, 1, True, environment_score=0.0) for prompt in prompts]
     if "code" in config.functions:
-        check_answers(prompts)
+        check_answers(prompts, config)
     if config.functions.get("numeric") and prompts and not any(numeric(each.answer, each.answer) for each in prompts):
         raise ConfigError(
             f"reward.functions numeric: the expected answer {prompts[0].answer!r:.200} is no number; "

@@ -17,15 +17,18 @@ from pyarrow import fs
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections.data import DataConfig, EvalConfig
+from rlx.config.sections.reward import RewardConfig
 from rlx.data import ray_data, sources
 from rlx.data.stored import files, parsers
 from rlx.data.stored import source as stored
 from rlx.data.stored.columns import Columns
 from rlx.data.stored.parsers import Part
-from rlx.rewards.sandbox.reward import check_tests
+from rlx.rewards.scoring import answer_check
 from rlx.storage.addresses import open_storage
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+CHECK_TESTS = answer_check(RewardConfig(functions={"code": 1.0}))
 
 FILES = DataConfig(source="prompts.csv", params={})
 COLUMNS = Columns("question", "answer")
@@ -163,14 +166,14 @@ WHERE = {".jsonl": ":41", ".json": ": row 41", ".csv": ": row 42", ".parquet": "
 def test_unit_tests_of_all_rows_are_checked_where_they_are_read(tmp_path: Path, suffix: str) -> None:
     file, rows = tmp_path / f"p{suffix}", [{"question": f"q{i}", "answer": "assert f(1) == 2"} for i in range(60)]
     WRITERS[suffix](file, rows)
-    assert sources.read_rows(str(file), FILES, "data.source", check_tests).count() == 60
+    assert sources.read_rows(str(file), FILES, "data.source", CHECK_TESTS).count() == 60
     rows[40]["answer"] = "assert f(1 == 2"
     WRITERS[suffix](file, rows)
     with pytest.raises(ConfigError) as refused:
-        sources.read_rows(str(file), FILES, "data.source", check_tests)
+        sources.read_rows(str(file), FILES, "data.source", CHECK_TESTS)
     assert str(refused.value).startswith(f"data.source {file}{WHERE[suffix]}: reward code: the answer holds no tests: ")
     with pytest.raises(ConfigError, match=r": row 41: |:41: |: row 42: "):
-        sources.training_and_held_out_rows(DataConfig(source=str(file), params={}), EvalConfig(), check_tests)
+        sources.training_and_held_out_rows(DataConfig(source=str(file), params={}), EvalConfig(), CHECK_TESTS)
     assert sources.read_rows(str(file), FILES, "data.source").count() == 60  # other rewards take any text
 
 

@@ -10,13 +10,16 @@ from huggingface_hub import constants
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections.data import DataConfig, EvalConfig, label_of
+from rlx.config.sections.reward import RewardConfig
 from rlx.data import sources
 from rlx.data.stored import hub
 from rlx.data.stored.hub import HubAddress
-from rlx.rewards.sandbox.reward import check_tests
+from rlx.rewards.scoring import answer_check
 
 datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+CHECK_TESTS = answer_check(RewardConfig(functions={"code": 1.0}))
 FILES = DataConfig(source="prompts.csv", params={})
 
 
@@ -170,7 +173,7 @@ def test_malformed_unit_tests_are_refused_with_the_number_of_their_row(
     with pytest.raises(
         ConfigError, match=r"set: row 41: reward code: the answer holds no tests: '\(' was never closed"
     ):
-        sources.read_rows(str(tmp_path / "set"), FILES, "data.source", check_tests)
+        sources.read_rows(str(tmp_path / "set"), FILES, "data.source", CHECK_TESTS)
 
 
 def test_an_empty_data_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -568,7 +568,8 @@ def test_answers_without_tests_are_refused_before_the_start(answer: str) -> None
     [
         ("import pytest", "def test_f():\n    with pytest.raises(ValueError): f(-1)", "pytest"),
         ("import math, numpy.linalg as la", "assert la.norm(f(1)) == 1", "numpy"),
-        ("import main", "assert main.f(1) == 1", "main"),
+        ("import Stack", "assert Stack().size() == 0", None),  # the program's
+        ("import numpy as np", "def test_f():\n    np = f(1)\n    assert np == 1", None),
         ("import pytest", "assert f(1) == 1", None),
         ("from main import f", "assert f(1) == 1", None),
         ("import os.path, solution as s, program", "assert s.f(1) == program.f(1) == os.path.sep", None),
@@ -582,9 +583,10 @@ def test_tests_that_use_a_module_that_is_not_there_are_refused_before_the_start(
     if module is None:
         scoring.try_functions(config(), prompts)
         return
-    problem = rf"reward code: the answer of prompt 7 holds no tests: no program passes those that use {module}, since"
+    problem = rf"reward code: the answer of prompt 7 uses {module} in its tests: no program passes all of them, since"
     with pytest.raises(ConfigError, match=problem):
         scoring.try_functions(config(), prompts)
+    scoring.try_functions(config(code_score="share"), prompts)
 
 
 @pytest.mark.parametrize("answer", ["assert f(1) == '\\d'", PAIRS])
@@ -592,7 +594,7 @@ def test_the_tests_of_100_000_prompts_are_looked_at_in_seconds(
     answer: str, recwarn: pytest.WarningsRecorder, capfd: pytest.CaptureFixture[str]
 ) -> None:
     check, started = scoring.answer_check(config()), time.process_time()
-    assert check and scoring.answer_check(RewardConfig()) is None
+    assert check and scoring.answer_check(RewardConfig(answer_pattern="(.*)")) is None
     for _ in range(10_000):
         check(answer)
     assert time.process_time() - started < 2 and not recwarn and capfd.readouterr().err == ""

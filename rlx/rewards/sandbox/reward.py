@@ -56,31 +56,34 @@ def _is_pair(row: object) -> bool:
     return isinstance(row, dict) and row.keys() == _PAIR and all(isinstance(text, str) for text in row.values())
 
 
-def check_answers(prompts: Sequence[Prompt]) -> None:
-    """Raises ConfigError for the first prompt whose answer holds no tests."""
+def check_answers(prompts: Sequence[Prompt], config: RewardConfig) -> None:
+    """Raises ConfigError for the first prompt whose answer holds no tests, or some that no program passes."""
     for prompt in prompts:
-        if problem := _problem(prompt.answer):
-            raise ConfigError(f"reward code: the answer of prompt {prompt.id} holds no tests: {problem}")
+        if problem := _problem(prompt.answer, config):
+            raise ConfigError(f"reward code: the answer of prompt {prompt.id} {problem}")
 
 
-def check_tests(answer: str) -> None:
-    """Raises ValueError if an answer holds no tests. It is only parsed, in about 30 us."""
-    if problem := _problem(answer):
-        raise ValueError(f"reward code: the answer holds no tests: {problem}")
+def check_tests(answer: str, config: RewardConfig) -> None:
+    """Raises ValueError if an answer holds no tests, or some that no program passes. It is only parsed, in 30 us."""
+    if problem := _problem(answer, config):
+        raise ValueError(f"reward code: the answer {problem}")
 
 
-def _problem(answer: str) -> str | None:
-    """Why an answer holds no tests; None if it holds some."""
+def _problem(answer: str, config: RewardConfig) -> str | None:
+    """What is wrong with the tests in an answer; None if nothing is."""
     try:
         tests = Tests.of(answer)
         with warnings.catch_warnings():  # Python tells of each unknown escape in a text
             warnings.simplefilter("ignore")
             tree = ast.parse(tests.asserts, "tests")
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        return " ".join(str(error).split()) or type(error).__name__
-    if module := missing_module(tree):
-        return f"no program passes those that use {module}, since only Python's own modules are there"
-    return None if tests.pairs or count_tests(tree) else "Python without a test"
+        return f"holds no tests: {' '.join(str(error).split()) or type(error).__name__}"
+    if config.code_score == "all" and (module := missing_module(tree)):
+        return (
+            f"uses {module} in its tests: no program passes all of them, since only Python's own modules are there "
+            "(--reward.code-score share pays for the others)"
+        )
+    return None if tests.pairs or count_tests(tree) else "holds no tests: Python without a test"
 
 
 def program_in(text: str) -> str:

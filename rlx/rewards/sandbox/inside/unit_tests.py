@@ -16,6 +16,8 @@ from rlx.rewards.sandbox.inside.values import MUTABLE, Wire, decode, encode, own
 
 _NAMES_OF_PROGRAM = ("solution", "program")
 """the modules that are the program where tests import them"""
+_PACKAGES = ("hypothesis", "numpy", "pandas", "parameterized", "pytest", "requests", "scipy", "sklearn", "sympy")
+"""what is not Python's own, and that no program defines"""
 
 
 class ProgramError(Exception):
@@ -215,15 +217,17 @@ def count_tests(tree: ast.Module) -> int:
 
 
 def missing_module(tree: ast.Module) -> str | None:
-    """A module that tests import at the top and use, but do not have; None if there is none.
+    """An installed package that tests import at the top and use, but do not have; None if there is none.
 
-    What they import from such a module is no matter: the program may define those names.
+    What they import from it is no matter, and neither is any other module: the program may define those names.
     """
     imports = [name for each in tree.body if isinstance(each, ast.Import) for name in each.names]
-    given = {*sys.stdlib_module_names, *_NAMES_OF_PROGRAM}
-    missing = {name.asname or root: root for name in imports if (root := name.name.partition(".")[0]) not in given}
-    used = (missing.get(node.id) for node in ast.walk(tree) if isinstance(node, ast.Name)) if missing else iter(())
-    return next((module for module in used if module), None)
+    roots = {name.asname or root: root for name in imports if (root := name.name.partition(".")[0]) in _PACKAGES}
+    nodes = list(ast.walk(tree)) if roots else []
+    own = {each.id for each in nodes if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
+    own |= {each.arg for each in nodes if isinstance(each, ast.arg)}
+    used = {each.id for each in nodes if isinstance(each, ast.Name)}
+    return next((root for name, root in roots.items() if name in used - own), None)
 
 
 def _is_test(statement: ast.stmt) -> bool:
