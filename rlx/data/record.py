@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import ray.data
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections.data import DataConfig, EvalConfig, PromptSettings
-from rlx.data.blocks import rows_of
 from rlx.data.sources import set_table, table_names, table_places
-from rlx.data.stream import Digest
+from rlx.data.stream import Digest, PromptRows
 from rlx.storage.filesystem import Storage
 
 RECORD = "prompts.json"
@@ -40,20 +38,18 @@ class KnownTable(BaseModel):
             return None
         if self.rows != now.rows:
             return f"there are {now.rows} of them, and were {self.rows}"
-        return f"their {'texts or tokens' if self.digest.tokens != now.digest.tokens else 'expected answers'} differ"
+        return f"their {self.digest.difference(now.digest)} differ"
 
 
 _Record = TypeAdapter(dict[str, KnownTable])
 
 
-def prompt_record(data: DataConfig, evaluation: EvalConfig, tables: Mapping[str, ray.data.Dataset]) -> str:
-    """Returns the content of the record for a run with these settings and prompt tables."""
-    return _Record.dump_json(_known(data, evaluation, tables), indent=1).decode()
+def prompt_record(data: DataConfig, evaluation: EvalConfig, rows: Mapping[str, PromptRows]) -> str:
+    """Returns the content of the record for a run with these settings and rows of prompt tables."""
+    return _Record.dump_json(_known(data, evaluation, rows), indent=1).decode()
 
 
-def check_record(
-    run: Storage, data: DataConfig, evaluation: EvalConfig, tables: Mapping[str, ray.data.Dataset]
-) -> None:
+def check_record(run: Storage, data: DataConfig, evaluation: EvalConfig, rows: Mapping[str, PromptRows]) -> None:
     """Checks the prompt tables with which a run would go on; a run without a record may have any.
 
     Raises:
@@ -66,7 +62,7 @@ def check_record(
     except ValidationError:
         raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
     places = table_places(data, evaluation)
-    for name, now in _known(data, evaluation, tables).items():
+    for name, now in _known(data, evaluation, rows).items():
         if name in before and (difference := before[name].difference(now)):
             which = "held-out prompts" if name.startswith("held_out") else "prompts"
             raise ConfigError(
@@ -75,9 +71,8 @@ def check_record(
             )
 
 
-def _known(data: DataConfig, evaluation: EvalConfig, tables: Mapping[str, ray.data.Dataset]) -> dict[str, KnownTable]:
+def _known(data: DataConfig, evaluation: EvalConfig, rows: Mapping[str, PromptRows]) -> dict[str, KnownTable]:
     chosen_by = _choices(data, evaluation)
-    rows = {name: rows_of(table) for name, table in tables.items()}
     return {
         name: KnownTable(rows=len(each), digest=each.digest, chosen_by=chosen_by[name]) for name, each in rows.items()
     }

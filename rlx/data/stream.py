@@ -33,6 +33,12 @@ class Digest(NamedTuple):
     tokens: int  # of the prompts' token ids
     answers: int  # of the expected answers, and of the entries of generated rows
 
+    def difference(self, other: Digest) -> str | None:
+        """What is not the same in another table, in words; None if all is."""
+        if self.tokens != other.tokens:
+            return "texts or tokens"
+        return "expected answers" if self.answers != other.answers else None
+
 
 class PromptRows(Protocol):
     """The rows of a prompt table {question, answer, token_ids[, entry][, source][, messages]}, wherever they lie."""
@@ -252,13 +258,9 @@ def check_cursor(cursor: Mapping[str, int], rows: PromptRows, seed: int) -> None
             f"the checkpoint's prompts (seed {cursor['seed']}, {cursor['size']} of them) are not those of this run "
             f"(seed {seed}, {len(rows)} of them)"
         )
-    digest = rows.digest
-    for key, own, what in (
-        (_TOKENS, digest.tokens, "texts or tokens"),
-        (_ANSWERS, digest.answers, "expected answers"),
-    ):
-        if cursor.get(key, own) != own:
-            raise ConfigError(f"the checkpoint's prompts are not those of this run: their {what} differ")
+    own = rows.digest
+    if what := own.difference(Digest(cursor.get(_TOKENS, own.tokens), cursor.get(_ANSWERS, own.answers))):
+        raise ConfigError(f"the checkpoint's prompts are not those of this run: their {what} differ")
 
 
 @dataclass

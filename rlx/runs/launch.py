@@ -30,7 +30,7 @@ from rlx.data.mixture import JoinedRows
 from rlx.data.record import PUT_BACK, RECORD, check_record, prompt_record
 from rlx.data.sources import FILES, find_source, table_names, table_places
 from rlx.data.stored.files import find_files
-from rlx.data.stream import check_cursor
+from rlx.data.stream import PromptRows, check_cursor
 from rlx.models.folder import is_model_folder
 from rlx.runs import relay
 from rlx.runs.mailbox import JobSpec
@@ -115,8 +115,9 @@ def run(
         # Before the run exists: a run without prompts leaves no trace, and a resume on others changes nothing.
         notify(Phase("prompts"))
         prepared = replace(prepared, tables=prepared.tables or prompt_tables(config, prepared.model_path))
-        _check_prompts(prepared, folder)
-        record = _open_record(prepared, folder, resume, parent, notify)
+        rows = {name: rows_of(table) for name, table in (prepared.tables or {}).items()}
+        _check_prompts(prepared, folder, rows)
+        record = _open_record(prepared, folder, rows, resume, parent, notify)
         signature = _signed(folder, config.model_dump(mode="json"), parent)
         with _closing(record, prepared.name, notify, parent), _adding_page(record, prepared, folder):
             job = _job(prepared, folder, tracking, signature, waits)
@@ -183,18 +184,17 @@ def _check(prepared: PreparedRun, folder: Storage, resume: bool, parent: Parent 
             service.check(config.tracking.experiment)
 
 
-def _check_prompts(prepared: PreparedRun, folder: Storage) -> None:
+def _check_prompts(prepared: PreparedRun, folder: Storage, rows: Mapping[str, PromptRows]) -> None:
     """Raises ConfigError if the run goes on from a checkpoint's state, and that or its record is of other prompts."""
     config, found = prepared.config, checkpoint_catalog.complete_checkpoints(folder)
     if found:
-        check_record(folder, config.data, config.eval, prepared.tables or {})
+        check_record(folder, config.data, config.eval, rows)
     elif config.checkpoint.init_from and config.checkpoint.init_state == "all":
         found = [checkpoint_catalog.read_checkpoint(open_storage(config.checkpoint.init_from, create=False))]
     if found and (manifest := found[-1].manifest):
-        tables = prepared.tables or {}
         names, places = table_names(config.data, "train"), table_places(config.data, config.eval)
         try:
-            check_cursor(manifest.cursor, JoinedRows(tuple(rows_of(tables[name]) for name in names)), config.seed)
+            check_cursor(manifest.cursor, JoinedRows(tuple(rows[name] for name in names)), config.seed)
         except ConfigError as error:
             of = " or ".join(dict.fromkeys(places[name] for name in names))
             raise ConfigError(f"{of}: {error}: {PUT_BACK}") from None
@@ -270,7 +270,12 @@ def titles_of(services: Sequence[TrackingService]) -> str:
 
 
 def _open_record(
-    prepared: PreparedRun, folder: Storage, resume: bool, parent: Parent | None, notify: Notify
+    prepared: PreparedRun,
+    folder: Storage,
+    rows: Mapping[str, PromptRows],
+    resume: bool,
+    parent: Parent | None,
+    notify: Notify,
 ) -> OutboxTracker:
     """Writes the run's config and opens its MLflow run: a new one, or the one that a resume continues."""
     config = prepared.config
@@ -283,7 +288,7 @@ def _open_record(
     # Also on a resume: settings that were changed for it hold for later resumes.
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
     write_record(folder / "config.yaml", text)
-    write_record(folder / RECORD, prompt_record(config.data, config.eval, prepared.tables or {}))
+    write_record(folder / RECORD, prompt_record(config.data, config.eval, rows))
     record = OutboxTracker(prepared.tracking, folder, "driver", notify)
     record.open(
         config.tracking.experiment,

@@ -8,7 +8,6 @@ import pytest
 
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
-from rlx.data import record
 from rlx.data.record import RECORD, check_record, prompt_record
 from rlx.data.stream import TableRows
 from rlx.storage.addresses import open_storage
@@ -20,20 +19,19 @@ NAMES = ("train", "held_out", "eval.own", "ptx")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
+def folder(tmp_path: Path) -> Storage:
     """A run's folder with a record."""
-    monkeypatch.setattr(record, "rows_of", TableRows)
     run = open_storage(str(tmp_path / "try1"))
     (run / RECORD).write_text(prompt_record(*prompts()))
     return run
 
 
 def prompts(changed: str = "", column: str = "token_ids", **evaluation: Any) -> Any:
-    """Settings, and tables that are alike but for the last row of one of them in a column."""
+    """Settings, and rows of tables that are alike but for the last row of one of them in a column."""
     config = from_tree({"data": DATA, "eval": {"sets": [SET]} | evaluation, "algorithm": {"ptx_coef": 0.1}})
     alike: dict[str, list[Any]] = {"token_ids": [[1], [2]], "answer": ["1", "2"]}
     other = alike | {column: [alike[column][0], [3] if column == "token_ids" else "3"]}
-    return config.data, config.eval, {name: pa.table(other if name == changed else alike) for name in NAMES}
+    return config.data, config.eval, {name: TableRows(pa.table(other if name == changed else alike)) for name in NAMES}
 
 
 @pytest.mark.parametrize(

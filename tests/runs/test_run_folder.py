@@ -19,7 +19,6 @@ from rlx.cli import export, train
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig, sections
-from rlx.data import record
 from rlx.data.record import PUT_BACK, prompt_record
 from rlx.data.stream import Share, TableRows
 from rlx.runs import launch, run_folder
@@ -549,7 +548,6 @@ def test_a_run_goes_on_with_its_own_prompts_or_changes_nothing(
     state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "rows_of", TableRows)
-    monkeypatch.setattr(record, "rows_of", TableRows)
     saw, has = (pa.table({"token_ids": [[each], [2]], "answer": ["1", "2"]}) for each in (1, 3))
     folder = open_storage(str(made(tmp_path / "a"))) if state != "all" else open_storage(str(tmp_path / "b"))
     entry = put(folder.path if state != "all" else tmp_path / "a", 20)
@@ -558,7 +556,7 @@ def test_a_run_goes_on_with_its_own_prompts_or_changes_nothing(
     checkpoint_catalog.commit(entry.folder, entry.manifest.model_copy(update={"cursor": cursor}))
     config = RunConfig(name="a") if state != "all" else starting(entry.folder.path, train__steps=40)
     tables = {"train": saw, "held_out": has} if state == "held out" else {"train": has}
-    (folder / "prompts.json").write_text(prompt_record(config.data, config.eval, {"held_out": saw}))
+    (folder / "prompts.json").write_text(prompt_record(config.data, config.eval, {"held_out": TableRows(saw)}))
     ready = PreparedRun(config, "model", plan_resources(config), tables=tables)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(
