@@ -323,6 +323,8 @@ def naming_ways_out(tree: Mapping[str, Any]) -> Iterator[None]:
 def _way_out(tree: Mapping[str, Any], nodes: Sequence[Node]) -> str:
     """The end of a line that names an option with which the plan of a config is valid and fits; empty if none is."""
     config = from_tree(dict(tree))
+    if not config.scaling.use_gpu:
+        return ""
     options: list[tuple[str, dict[str, Any]]] = [
         ("--rollout.placement colocated, where engines take turns with the workers", {"rollout.placement": "colocated"})
     ]
@@ -330,7 +332,7 @@ def _way_out(tree: Mapping[str, Any], nodes: Sequence[Node]) -> str:
         options.append((f"--rollout.num-engines {count}", {"rollout.num_engines": count}))
     for option, change in options:
         with suppress(ConfigError):
-            if config.scaling.use_gpu and plan_resources(from_tree(with_overrides(tree, change))).fits(nodes, 1):
+            if plan_resources(from_tree(with_overrides(tree, change))).fits(nodes, 1):
                 return f"; there is room with {option}"
     return ""
 

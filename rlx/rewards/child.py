@@ -36,7 +36,8 @@ _SHORT_S = 0.1  # of the first attempt at an item
 _WAITING = 10  # an item may take so many times longer by the clock than it may compute
 _LATE_S = 5.0  # after which a forked process is ended that has switched off its own clock
 _LONGEST = 100  # bytes of a result
-_LONGEST_WAIT_S = 1e6  # by what poll takes, milliseconds in a C int
+LONGEST_WAIT_S = 1e6
+"""no wait is longer: pipes and sockets count milliseconds in 32 bits"""
 
 Function = Callable[[Any], Any]
 Score = Callable[[Any], float]
@@ -88,7 +89,7 @@ class ChildProcess:
             ChildError: the function raised, took too long, or ended its process.
         """
         if timeout_s is not None:
-            timeout_s = min(timeout_s, _LONGEST_WAIT_S)
+            timeout_s = min(timeout_s, LONGEST_WAIT_S)
         with self._lock:
             if self._process is None:
                 self._start()

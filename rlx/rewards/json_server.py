@@ -22,11 +22,11 @@ import urllib3
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections.reward import RewardConfig
+from rlx.rewards.child import LONGEST_WAIT_S
 from rlx.rewards.custom import RewardError
 
 T = TypeVar("T")
 _COMPRESSIONS = frozenset({"gzip", "x-gzip", "deflate", "br", "zstd", "compress"})
-_LONGEST_S = 1e6  # sockets count milliseconds in 32 bits
 MAX_ANSWER_BYTES = 2 << 20
 """the largest answer that is parsed: JSON may take fifty times as much memory as bytes"""
 
@@ -89,7 +89,7 @@ class JsonServer:
             key = os.environ.get(key_env)
             if key is None:
                 raise ConfigError(f"reward.{name}_key_env: there is no environment variable {key_env}")
-        return cls(name, url, key and key.strip(), config.url_retries, min(config.timeout_s, _LONGEST_S))
+        return cls(name, url, key and key.strip(), config.url_retries, min(config.timeout_s, LONGEST_WAIT_S))
 
     @property
     def address(self) -> str:
