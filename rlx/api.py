@@ -74,11 +74,13 @@ def train(config: RunConfig, *, on_report: OnReport | None = None, quiet: bool =
         RewardError: a reward function fails on the first prompts.
         RunError: training failed.
     """
+    from rlx.cluster.resources import naming_ways_out
     from rlx.runs import processes, run_folder
 
     _check_config(config, "train")
     processes.check_on_report(on_report)
-    with run_folder.new_run(config) as (config, folder):
+    way_out = naming_ways_out(config.model_dump(exclude_unset=True), in_python=True)
+    with way_out, run_folder.new_run(config) as (config, folder):
         return _run(config, folder, resume=False, on_report=on_report, quiet=quiet)
 
 
@@ -205,6 +207,7 @@ def tuner(
     Raises:
         ConfigError: an argument is wrong or does not go with the others, the name is taken, or no trial has room.
     """
+    from rlx.cluster.resources import naming_ways_out
     from rlx.runs import preflight
     from rlx.storage import claims
     from rlx.storage.addresses import local_folder, open_storage
@@ -223,10 +226,12 @@ def tuner(
         claim = stack.enter_context(claims.take_new(storage / "sweeps", tree.pop("name", None), "sweep", "sweep"))
         refuse_existing(claim.folder)
         with space_file(space, claim.folder.name, local_folder(config.storage) / "search_spaces") as file:
-            check_quickly(plan := _plan(claim.folder.name, tree, file, options))
-            plan = check_sweep(plan)
-            _connect(plan)
-            made = make_tuner(plan, storage)
+            plan = _plan(claim.folder.name, tree, file, options)
+            with naming_ways_out(plan.tree, in_python=True):
+                check_quickly(plan)
+                plan = check_sweep(plan)
+                _connect(plan)
+                made = make_tuner(plan, storage)
         made.hold(stack.pop_all().close)
         made.quiet = quiet
     return made

@@ -308,32 +308,33 @@ def lack(needed: ResourcePlan, nodes: Sequence[Node]) -> str:
 
 
 @contextmanager
-def naming_ways_out(tree: Mapping[str, Any]) -> Iterator[None]:
-    """Of a new run or sweep for which there is no room: names the option with which there would be, if one is known.
+def naming_ways_out(tree: Mapping[str, Any], *, in_python: bool = False) -> Iterator[None]:
+    """Of a new run or sweep for which there is no room: names the setting with which there would be, if one is known.
 
     Args:
-        tree: its config, with what was given alone: other settings may follow the option.
+        tree: its config, with what was given alone: other settings may follow that one.
+        in_python: the setting is named as configs have it, not as an option of a command.
     """
     try:
         yield
     except NoRoomError as error:
-        raise ConfigError(f"{error}{_way_out(tree, error.nodes)}") from None
+        raise ConfigError(f"{error}{_way_out(tree, error.nodes, in_python)}") from None
 
 
-def _way_out(tree: Mapping[str, Any], nodes: Sequence[Node]) -> str:
-    """The end of a line that names an option with which the plan of a config is valid and fits; empty if none is."""
+def _way_out(tree: Mapping[str, Any], nodes: Sequence[Node], in_python: bool) -> str:
+    """The end of a line that names a setting with which the plan of a config is valid and fits; empty if none is."""
     config = from_tree(dict(tree))
     if not config.scaling.use_gpu:
         return ""
-    options: list[tuple[str, dict[str, Any]]] = [
-        ("--rollout.placement colocated, where engines take turns with the workers", {"rollout.placement": "colocated"})
+    ways: list[tuple[str, Any, str]] = [
+        ("rollout.placement", "colocated", ", where engines take turns with the workers"),
+        *(("rollout.num_engines", count, "") for count in range(config.rollout.num_engines - 1, 0, -1)),
     ]
-    for count in range(config.rollout.num_engines - 1, 0, -1):
-        options.append((f"--rollout.num-engines {count}", {"rollout.num_engines": count}))
-    for option, change in options:
+    for key, value, meaning in ways:
         with suppress(ConfigError):
-            if plan_resources(from_tree(with_overrides(tree, change))).fits(nodes, 1):
-                return f"; there is room with {option}"
+            if plan_resources(from_tree(with_overrides(tree, {key: value}))).fits(nodes, 1):
+                setting = f"{key}: {value}" if in_python else f"--{key.replace('_', '-')} {value}"
+                return f"; there is room with {setting}{meaning}"
     return ""
 
 

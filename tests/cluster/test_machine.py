@@ -5,6 +5,7 @@ import socket
 import subprocess
 import threading
 import time
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import rlx
 from rlx.cli import doctor, sweep, train
 from rlx.cluster import machine, resources
 from rlx.cluster.placement import Bundle, Node
@@ -79,6 +81,16 @@ def test_the_commands_that_begin_something_tell_of_it(
     monkeypatch.setattr(machine, "own_resources", lambda: {"CPU": 8.0, "GPU": 1.0})
     assert command.main(["--scaling.use-gpu", "true", "--storage", str(tmp_path), "--ray-address", "local"])
     assert capsys.readouterr().err.endswith(f"joins a larger one; there is room with {TURNS}\n")
+
+
+def test_functions_name_the_setting_as_configs_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_has_joined", lambda: False)
+    monkeypatch.setattr(machine, "own_resources", lambda: {"CPU": 8.0, "GPU": 1.0})
+    given = {"scaling.use_gpu": True, "storage": str(tmp_path), "ray_address": "local"}
+    (space := tmp_path / "space.py").write_text("def space(): return {'seed': 1}")
+    for function in (rlx.train, partial(rlx.tuner, space=space)):
+        with pytest.raises(ConfigError, match=r"one; there is room with rollout\.placement: colocated, where engines"):
+            function(rlx.load_config(overrides=given))
 
 
 def test_a_run_that_has_begun_is_told_of_no_option() -> None:
