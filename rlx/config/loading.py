@@ -134,12 +134,6 @@ def steps_differ_in(tree: Mapping[str, Any], other: Mapping[str, Any]) -> set[st
     return {key for key, value in values.items() if value != others[key] and not key.startswith(moving)}
 
 
-def as_it_began(saved: dict[str, Any]) -> dict[str, Any]:
-    """Adds train.shuffle_minibatches: False to the config tree of a run that is older than that setting."""
-    train = saved.get("train")
-    return saved | {"train": {"shuffle_minibatches": False, **train}} if isinstance(train, Mapping) else saved
-
-
 def parse_yaml(text: str) -> Any:
     """The value of a YAML text.
 

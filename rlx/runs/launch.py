@@ -36,12 +36,12 @@ from rlx.runs import relay
 from rlx.runs.mailbox import JobSpec
 from rlx.runs.preflight import PreparedRun, companions, prompt_tables
 from rlx.runs.processes import RunProcesses
-from rlx.runs.run_folder import check_new, check_start, saved_config, write_record
+from rlx.runs.run_folder import check_new, check_start, saved_config
 from rlx.runs.train_run import RunLostError, RunStopped
 from rlx.samples import last_page
 from rlx.storage import checkpoint_catalog
 from rlx.storage.addresses import open_storage
-from rlx.storage.filesystem import Storage, StorageError, check_writable
+from rlx.storage.filesystem import Storage, StorageError, check_writable, write_record
 from rlx.storage.signatures import SIGNATURE, Signer
 from rlx.tracking import changes, outbox, provenance, tracker
 from rlx.tracking.base import RunStatus, TrackingService

@@ -11,13 +11,12 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import PurePath
 from typing import Any, TypeVar
 
 from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.config.experiment import following_engines
-from rlx.config.loading import as_it_began, from_tree, parse_yaml, with_overrides
+from rlx.config.loading import from_tree, parse_yaml, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections.base import differences, flatten
 from rlx.config.sections.records import CheckpointConfig
@@ -27,7 +26,7 @@ from rlx.rewards.custom import RewardError, brief
 from rlx.storage import checkpoint_catalog, claims, signatures
 from rlx.storage.addresses import join_address, open_storage, resolve_address
 from rlx.storage.checkpoint_catalog import CheckpointEntry
-from rlx.storage.filesystem import Storage, StorageError, retry
+from rlx.storage.filesystem import Storage, StorageError
 from rlx.types import Notify
 
 T = TypeVar("T")
@@ -54,15 +53,6 @@ _FIXED = (
 def holds_run(folder: Storage) -> bool:
     """Returns whether a folder holds a run. A record alone is that of a trial that failed before its run began."""
     return (folder / "run.json").exists() and (folder / "config.yaml").exists()
-
-
-def write_record(file: Storage, text: str) -> None:
-    """Writes a record, with retries.
-
-    Raises:
-        StorageError: the storage keeps failing.
-    """
-    retry(partial(file.write_text, text), f"writing {file.path}")
 
 
 @contextmanager
@@ -230,13 +220,19 @@ def saved_run(
         saved = saved_config(folder)
         if not (trust or signatures.is_own_folder(folder, saved)):
             refuse_powers(name, folder, saved, overrides)
-        tree = as_it_began(saved) | {"name": name, "storage": storage}
+        tree = _as_it_began(saved) | {"name": name, "storage": storage}
         changes = {**following_engines(tree, overrides), **overrides, "name": name}
         config = from_tree(with_overrides(tree, changes), f"run {name}", overrides, giver)
         check_resumable(config, from_tree(tree))
         if (metrics := finished_metrics(folder, config.train.steps)) is None:
             _check_checkpoints(folder)
         yield config, folder, metrics
+
+
+def _as_it_began(saved: dict[str, Any]) -> dict[str, Any]:
+    """Adds train.shuffle_minibatches: False to the config tree of a run that is older than that setting."""
+    train = saved.get("train")
+    return saved | {"train": {"shuffle_minibatches": False, **train}} if isinstance(train, Mapping) else saved
 
 
 def check_stays(what: str, storage: str, overrides: Mapping[str, Any]) -> None:

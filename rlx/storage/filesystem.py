@@ -198,6 +198,15 @@ def retry(action: Callable[[], T], what: str, wait: Callable[[float], Any] = tim
     raise AssertionError
 
 
+def write_record(file: Storage, text: str) -> None:
+    """Writes a record, with retries.
+
+    Raises:
+        StorageError: the storage keeps failing.
+    """
+    retry(lambda: file.write_text(text), f"writing {file.path}")
+
+
 _ADVICE = {
     "To create buckets": "there is no such bucket",
     "NO_SUCH_BUCKET": "there is no such bucket",

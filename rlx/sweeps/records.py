@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
@@ -34,7 +34,7 @@ from rlx.config.sweep import (
     SearchName,
 )
 from rlx.runs import preflight
-from rlx.storage.filesystem import Storage, retry
+from rlx.storage.filesystem import Storage, retry, write_record
 from rlx.tracking.base import RunStatus, TrackingService
 from rlx.tracking.tracker import OutboxTracker, services_of
 
@@ -313,8 +313,7 @@ class TrialRecords:
             waiting, self._waiting = self._waiting, {}
         try:
             for name in sorted(waiting, key=lambda name: name != TOLD_FILE):  # no record says more than it
-                file = self.sweep / name
-                retry(partial(file.write_text, waiting[name]()), f"writing {file.path}")
+                write_record(self.sweep / name, waiting[name]())
                 del waiting[name]
         finally:  # those that are left are written with the next record
             with self._lock:

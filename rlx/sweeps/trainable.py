@@ -30,11 +30,11 @@ from rlx.config.sections.base import flatten
 from rlx.runs import launch, preflight
 from rlx.runs.launch import Parent
 from rlx.runs.processes import RunProcesses
-from rlx.runs.run_folder import POINTER, holds_run, saved_config, write_record
+from rlx.runs.run_folder import POINTER, holds_run, saved_config
 from rlx.runs.train_run import RunError, RunLostError, RunStopped
 from rlx.storage.addresses import join_address, without_options
 from rlx.storage.checkpoint_catalog import checkpoint_name, complete_checkpoints
-from rlx.storage.filesystem import Storage
+from rlx.storage.filesystem import Storage, write_record
 from rlx.storage.signatures import Signer
 from rlx.sweeps.records import SweepPlan, TrialRecord, record_of
 from rlx.tracking.base import RunStatus, TrackingService

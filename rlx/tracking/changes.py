@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from rlx.config.errors import ConfigError
 from rlx.config.loading import steps_differ_in
 from rlx.storage.checkpoint_catalog import CheckpointEntry
-from rlx.storage.filesystem import Storage, retry
+from rlx.storage.filesystem import Storage, retry, write_record
 
 CHANGES = "changes.json"
 """file in the folder of a run that was resumed with other settings"""
@@ -79,4 +79,4 @@ def noted_changes(folder: Storage) -> dict[int, list[str]]:
 
 def _write(folder: Storage, noted: dict[int, list[str]]) -> None:
     file = folder / CHANGES
-    retry(partial(file.write_text, _CHANGES.dump_json(noted).decode()), f"writing {file.path}")
+    write_record(file, _CHANGES.dump_json(noted).decode())

@@ -21,7 +21,7 @@ from typing import Any
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections.records import BackendName
-from rlx.storage.filesystem import Storage, StorageError, retry
+from rlx.storage.filesystem import Storage, StorageError, retry, write_record
 
 _ID = "_run"
 _RECORD = threading.Lock()  # the threads of several services read and write one run.json
@@ -150,7 +150,7 @@ def add_run_id(folder: Storage, service: BackendName, run_id: str) -> None:
 def _write_run_record(folder: Storage, record: RunRecord) -> None:
     ids = {"mlflow_run": None} | {f"{service}{_ID}": run_id for service, run_id in record.ids.items()}
     file, text = folder / "run.json", json.dumps(ids | {"key": record.key})
-    retry(partial(file.write_text, text), f"writing {file.path}")
+    write_record(file, text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class OutboxQueue:
                     file = self.folder / f"{self._next_number:06d}.json"
                     self._next_number += 1
                     text = json.dumps({"kind": entry.kind, "content": entry.content})
-                    retry(partial(file.write_text, text), f"writing {file.path}")
+                    write_record(file, text)
                     entry.file = file
 
     def close(self) -> None:
