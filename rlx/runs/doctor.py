@@ -23,7 +23,7 @@ from rlx.config.sections.model import ModelConfig
 from rlx.config.sections.records import CheckpointConfig
 from rlx.config.sections.rollout import HARMLESS_SAMPLING
 from rlx.models.engine_logprobs import EngineScorer, bad_word_tokens
-from rlx.training.collector import RolloutCollector
+from rlx.training.collector import RolloutCollector, new_selection
 from rlx.training.experience import LogprobBatch, RolloutBatch
 from rlx.training.loop import compute_advantages, compute_logprobs
 from rlx.training.trainer import Trainer
@@ -96,9 +96,9 @@ def sync_figures(trainer: Trainer, collector: RolloutCollector) -> dict[str, flo
 
 def generate(trainer: Trainer, collector: RolloutCollector) -> RolloutBatch:
     """This rank's completions of the next prompts."""
-    selection = collector.new_selection()
+    selection = new_selection(trainer)
     # No generation runs ahead of this call: the weights change between two calls.
-    for completions in collector.queue.next(trainer.step, trainer.step + 1):
+    for completions in collector.next_round(selection, trainer.step + 1):
         selection.add(collector.score_training(completions))
     collector.sleep_engines()
     (batch,) = collector.build_batches(selection.take(last=True))

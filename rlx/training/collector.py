@@ -7,7 +7,7 @@ rollouts that run ahead of training (rollout_queue).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +18,8 @@ from rlx.mesh import Mesh, exchange_objects, in_turns
 from rlx.rewards.completions import CompletionScorer
 from rlx.rollout.base import Engines
 from rlx.samples.columns import Kind, StepCompletions, TrainedTokens
-from rlx.samples.evaluations import EvaluationFile, Outcomes, OutcomeWriter
+from rlx.samples.evaluations import HELD_OUT, EvaluationFile, Outcomes, OutcomeWriter
+from rlx.samples.gradients import write_shares
 from rlx.samples.writer import CompletionWriter
 from rlx.training.evaluation.sets import QuestionSet
 from rlx.training.experience import Experience, RolloutBatch, build_batch
@@ -140,6 +141,20 @@ class Selection:
         return [bool(each) for each in in_turns(own, self.mesh).tolist()]
 
 
+def new_selection(trainer: Trainer) -> Selection:
+    """An empty selection of the groups that a replica trains on in a step."""
+    config, mesh = trainer.config, trainer.mesh
+    return Selection(
+        wanted=config.train.prompts_per_step // mesh.dp_size,
+        samples=config.train.samples_per_prompt,
+        mesh=mesh,
+        filtered=config.algorithm.filter_groups,
+        greedy=config.algorithm.estimator.needs_greedy,
+        immediate=config.rollout.num_chunks > 1,
+        by_correct=config.algorithm.filter_by == "correct",
+    )
+
+
 @dataclass(frozen=True)
 class RolloutCollector:
     """One rank's steps from prompts to scored completions; every rank makes the same calls in the same order."""
@@ -178,6 +193,23 @@ class RolloutCollector:
         own = torch.tensor(shares, dtype=torch.float64, device=self.trainer.device)
         return prompts.observe(in_turns(own, self.trainer.mesh).tolist())
 
+    def next_round(self, selection: Selection, steps: int) -> Iterator[list[Completion]]:
+        """The completions of the next round, chunk by chunk; after the last one the selection counts the round.
+
+        Args:
+            steps: the step at which training ends: no round begins ahead that no step would train on.
+        """
+        yield from self.queue.next(self.trainer.step, steps)
+        selection.end_round(self.queue.seconds)
+
+    def begin_next(self) -> None:
+        """Begins the next round, so that engines work meanwhile; with a curriculum it begins when it is needed.
+
+        What a checkpoint says of a curriculum is as before the round.
+        """
+        if self.queue.prompts.success is None:
+            self.queue.begin(self.trainer.step, self.trainer.config.train.steps)
+
     def wait_for_pending(self, step: int) -> None:
         """Waits for rollouts that run ahead, unless they may continue with the next weights."""
         if not self.trainer.config.rollout.partial_rollouts:
@@ -215,30 +247,20 @@ class RolloutCollector:
         prompts, labels = len(self.queue.prompts.rows), self.trainer.config.data.labels
         self.completions.keep(StepCompletions(Kind.TRAINING, step, prompts, rows, trained, labels))
 
-    def keep_held_out(self, step: int, scored: Sequence[ScoredCompletion]) -> None:
-        """Has the answers of the evaluation after a step written."""
-        if self.completions is not None and scored:
+    def keep_answers(self, step: int, name: str, scored: Sequence[ScoredCompletion], outcomes: Outcomes) -> None:
+        """Writes what came of each question in the evaluation of that name after a step, and has the answers written
+        if the questions are the held-out ones."""
+        if self.outcomes is not None:
+            self.outcomes.keep(EvaluationFile(step, name), outcomes)
+        if self.completions is not None and name == HELD_OUT and scored:
             prompts = 1 + max(each.completion.prompt.id for each in scored)  # they have no epochs
             labels = self.trainer.config.data.labels
             self.completions.keep(StepCompletions(Kind.HELD_OUT, step, prompts, scored, sources=labels))
 
-    def keep_outcomes(self, step: int, name: str, outcomes: Outcomes) -> None:
-        """Writes what came of each question in the evaluation of that name after a step."""
+    def keep_shares(self, step: int, shares: Mapping[int, float]) -> None:
+        """Writes each prompt's share in the gradient of a step."""
         if self.outcomes is not None:
-            self.outcomes.keep(EvaluationFile(step, name), outcomes)
-
-    def new_selection(self) -> Selection:
-        """An empty selection of the groups that this replica trains on in a step."""
-        config, mesh = self.trainer.config, self.trainer.mesh
-        return Selection(
-            wanted=config.train.prompts_per_step // mesh.dp_size,
-            samples=config.train.samples_per_prompt,
-            mesh=mesh,
-            filtered=config.algorithm.filter_groups,
-            greedy=config.algorithm.estimator.needs_greedy,
-            immediate=config.rollout.num_chunks > 1,
-            by_correct=config.algorithm.filter_by == "correct",
-        )
+            write_shares(self.outcomes.run, step, shares)
 
     def build_batches(self, scored: Sequence[ScoredCompletion]) -> list[RolloutBatch]:
         """The completions as tensors on the rank's device: one batch, or none for no completions."""

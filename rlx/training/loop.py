@@ -17,11 +17,10 @@ from rlx.algorithms.advantages import AdvantageInputs, AdvantageSettings, estima
 from rlx.algorithms.kl import estimate_kl, k3_unbounded
 from rlx.models import lora
 from rlx.models.policy import PolicyOutput
-from rlx.samples.gradients import write_shares
 from rlx.storage.checkpoint_files import Shard
 from rlx.storage.checkpoint_writer import FinishedCheckpoint
 from rlx.training.checkpointing import Checkpointer
-from rlx.training.collector import RolloutCollector, Selection
+from rlx.training.collector import RolloutCollector, Selection, new_selection
 from rlx.training.evaluation.evaluate import evaluate, unread_answers
 from rlx.training.experience import Experience, LogprobBatch, RolloutBatch, concat
 from rlx.training.metrics import StepCounts, StepTimer, summarize
@@ -55,15 +54,14 @@ def train_step(trainer: Trainer, collector: RolloutCollector) -> tuple[dict[str,
     """
     timer = StepTimer()
     trainer.begin_step()
-    selection, parts = collector.new_selection(), list[LogprobBatch]()
+    selection, parts = new_selection(trainer), list[LogprobBatch]()
     while needs_more(trainer, selection):  # once, unless groups of equal scores are left out
-        chunks = collector.queue.next(trainer.step, trainer.config.train.steps)  # 1 prompts
+        chunks = collector.next_round(selection, trainer.config.train.steps)  # 1 prompts
         for completions in timer.waiting("rollout", chunks):  # 2 tokens, logprobs
             with timer("reward"):
                 selection.add(collector.score_training(completions))  # 3 scores
             with timer("logprobs"):  # 4 padded [B, T], masks; 5 old and reference logprobs, values
                 parts += [compute_logprobs(trainer, batch) for batch in collector.build_batches(selection.take())]
-        selection.end_round(collector.queue.seconds)
     with timer("logprobs"):
         collector.sleep_engines()
         rest = collector.build_batches(selection.take(last=True))
@@ -202,9 +200,7 @@ def record_gradient_shares(trainer: Trainer, collector: RolloutCollector, experi
     """Keeps each prompt's share in the gradient, if a replay asks for that of this step; a collective call."""
     replay, step = trainer.replay, trainer.step + 1
     if replay and replay.attributes_gradient and replay.until == step:
-        shares = gradient_shares(trainer, experience)
-        if collector.outcomes:
-            write_shares(collector.outcomes.run, step, shares)
+        collector.keep_shares(step, gradient_shares(trainer, experience))
 
 
 def advance(trainer: Trainer, counts: StepCounts) -> dict[str, float]:
@@ -230,8 +226,8 @@ def record_step(
     """
     tell(trainer, reporter, failed_episodes(trainer.step, metrics, trainer.told))
     end = decide_end(trainer, checkpointer, reporter)
-    if not end.is_last:
-        begin_next(trainer, collector, metrics)
+    if not (end.is_last or has_evaluation(metrics)):  # which may make it the last one, see `ends_here`
+        collector.begin_next()
     finished = [checkpoint] if end.has_finished and (checkpoint := checkpointer.take_finished()) else []
     if finished:
         metrics = metrics | {"time/checkpoint_write": finished[0].seconds}
@@ -249,16 +245,6 @@ def record_step(
         finished += iter(checkpointer.take_finished, None)  # until there is none
     report(trainer, reporter, metrics, finished, is_last=end.is_last)
     return end.is_last or (has_evaluation(metrics) and ends_here(trainer, checkpointer, reporter, metrics))
-
-
-def begin_next(trainer: Trainer, collector: RolloutCollector, metrics: Mapping[str, float]) -> None:
-    """Begins the next round of generation, so that engines work while the current step is recorded.
-
-    After an evaluation it begins later: the step may be the last one because of it. With a curriculum, too: what a
-    checkpoint says of it is as before the round.
-    """
-    if not has_evaluation(metrics) and collector.queue.prompts.success is None:
-        collector.queue.begin(trainer.step, trainer.config.train.steps)
 
 
 def add_pause(trainer: Trainer, metrics: Mapping[str, float], seconds: float) -> dict[str, float]:

@@ -6,13 +6,16 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rlx.config.loading import from_tree
 from rlx.mesh import Mesh
 from rlx.rewards.completions import CompletionScorer, SourceRewards
-from rlx.training.collector import RolloutCollector, Selection, apply_length_penalty, right_share
+from rlx.samples.columns import Kind, StepCompletions
+from rlx.samples.evaluations import AVERAGED, HELD_OUT, Outcomes
+from rlx.training.collector import RolloutCollector, Selection, apply_length_penalty, new_selection, right_share
 from rlx.training.loop import needs_more
 from rlx.training.metrics import StepTimer, sample_rows
 from rlx.training.reporting import MemoryReporter, failed_episodes
@@ -206,9 +209,9 @@ def test_requests_go_on_with_new_weights_only_when_rollouts_may_be_partial() -> 
 
 
 def test_a_selection_takes_a_replicas_share_of_the_prompts() -> None:
-    selection = collector(Engines()).new_selection()
+    selection = new_selection(collector(Engines()).trainer)
     assert (selection.wanted, selection.samples, selection.filtered, selection.greedy) == (4, 2, False, False)
-    assert not selection.immediate and collector(Engines(), num_chunks=2).new_selection().immediate
+    assert not selection.immediate and new_selection(collector(Engines(), num_chunks=2).trainer).immediate
 
 
 def test_scores_have_the_penalties_of_the_step() -> None:
@@ -223,6 +226,14 @@ def test_completions_become_at_most_one_batch() -> None:
     (batch,) = own.build_batches(own.score(COMPLETIONS))
     assert batch.ids.tolist() == [[7, 1, 0, 0], [7, 2, 2, 0], [7, 3, 3, 3]]
     assert own.build_batches([]) == []
+
+
+def test_answers_of_averaged_weights_are_not_written() -> None:
+    kept, outcomes = list[StepCompletions](), Outcomes((), *[np.zeros(0)] * 6)
+    own = replace(collector(Engines()), completions=SimpleNamespace(keep=kept.append))  # type: ignore[arg-type]
+    for name in (HELD_OUT, AVERAGED, "sums"):
+        own.keep_answers(3, name, own.score(COMPLETIONS), outcomes)
+    assert [(each.kind, each.step, len(each.rows)) for each in kept] == [(Kind.HELD_OUT, 3, len(COMPLETIONS))]
 
 
 @pytest.mark.parametrize(("rounds", "wanted", "expected"), [(0, 0, True), (1, 0, False), (1, 1, True), (2, 1, False)])

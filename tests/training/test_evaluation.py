@@ -99,7 +99,7 @@ def recorded(rank: int, ranks: int) -> list[dict[str, float]]:
         for row in range(rank, 3, ranks)
         for each in scored(row)
     ]
-    collector: Any = SimpleNamespace(keep_outcomes=lambda *given: None)
+    collector: Any = SimpleNamespace(keep_answers=lambda *given: None)
     found = []
     for name in PREFIXES:
         own: Any = {"prompts": [], "samplings": [None] * 3, "score": None, "every": 1, "labels": ["a", "b"]}

@@ -459,7 +459,7 @@ class Pushes:
     """In the place of a collector: keeps a weight as it is at each push and at each evaluation of one question."""
 
     def __init__(self, weight: Any, rank: int, ranks: int) -> None:
-        self.weight, self.pushed, self.evaluated, self.kept = weight, list[Tensor](), list[Tensor](), list[int]()
+        self.weight, self.pushed, self.evaluated = weight, list[Tensor](), list[Tensor]()
         first = completions()[0]
         self.completion = replace(first, prompt=replace(first.prompt, id=rank))
         one: Any = None  # how it is sampled and scored
@@ -474,10 +474,7 @@ class Pushes:
             self.evaluated.append(self.weight.full_tensor().detach().clone())
             yield each, [ScoredCompletion(self.completion, 1.0, True, {})]
 
-    def keep_held_out(self, step: int, scored: list[ScoredCompletion]) -> None:
-        self.kept.append(len(self.evaluated))
-
-    def keep_outcomes(self, step: int, name: str, outcomes: Outcomes) -> None:
+    def keep_answers(self, step: int, name: str, scored: list[ScoredCompletion], outcomes: Outcomes) -> None:
         self.outcomes[name] = outcomes.right.ravel().tolist()
 
 
@@ -494,7 +491,6 @@ def averages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
     collector = Pushes(weight, rank, ranks)
     evaluated, _ = evaluate(run, collector, all_sets=True)  # type: ignore[arg-type]
     assert {"eval/reward", "eval/ema/reward"} <= set(evaluated)
-    assert collector.kept == [1]  # the answers of the weights themselves
     assert collector.outcomes == dict.fromkeys((HELD_OUT, AVERAGED), [True] * ranks)
     found |= {"after": weight.full_tensor().detach(), "average": run.ema["lm.model.norm.weight"].full_tensor()}
     return found | {"meanwhile": collector.evaluated[1], "pushed": torch.stack(collector.pushed)}

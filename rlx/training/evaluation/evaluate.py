@@ -46,7 +46,6 @@ def evaluate(
     for each, scored in collector.answers(due, trainer.step):
         metrics |= record_outcomes(trainer, collector, each, scored)
         if each.name == HELD_OUT:
-            collector.keep_held_out(trainer.step, scored)
             samples = sample_rows(scored[: trainer.config.tracking.samples])
     if trainer.ema and (held_out := [each for each in due if each.name == HELD_OUT]):
         with averaged_weights(trainer):
@@ -97,9 +96,9 @@ def averaged_weights(trainer: Trainer) -> Iterator[None]:
 def record_outcomes(
     trainer: Trainer, collector: RolloutCollector, each: QuestionSet, scored: Sequence[ScoredCompletion]
 ) -> dict[str, float]:
-    """Keeps the outcomes of a set of questions, and returns its metrics; a collective call."""
+    """Keeps the answers to a set of questions and what came of them, and returns its metrics; a collective call."""
     outcomes = gather_outcomes(trainer, each, scored)
-    collector.keep_outcomes(trainer.step, each.name, outcomes)
+    collector.keep_answers(trainer.step, each.name, scored, outcomes)
     failed = failed_fraction(trainer, scored, _PREFIXES.get(each.name, f"eval/{each.name}"))
     if each.settings:
         return eval_metrics(each.settings, outcomes) | failed
