@@ -212,10 +212,10 @@ class BulkActor:
         """Begins calls; returns the name of this process, which `next_results` is asked with."""
         for name in [name for name, other in self._callers.items() if other.is_gone]:
             del self._callers[name]
-        kept = self._callers.setdefault(caller, _Caller())
+        own = self._callers.setdefault(caller, _Caller())
         for call in calls:
-            kept.running.add(asyncio.create_task(self._run(call, kept)))
-        kept.newest = time.monotonic()
+            own.running.add(asyncio.create_task(self._run(call, own)))
+        own.newest = time.monotonic()
         return self._process
 
     async def next_results(self, caller: str, process: str) -> list[BulkResult]:
@@ -226,15 +226,15 @@ class BulkActor:
         """
         if process != self._process:
             raise LookupError("it was started again")
-        kept = self._callers.setdefault(caller, _Caller())
-        await kept.has_results.wait()
-        kept.has_results.clear()
-        results, kept.results = kept.results, []
-        if not kept.running:
+        own = self._callers.setdefault(caller, _Caller())
+        await own.has_results.wait()
+        own.has_results.clear()
+        results, own.results = own.results, []
+        if not own.running:
             self._callers.pop(caller, None)
         return results
 
-    async def _run(self, call: BulkCall, kept: _Caller) -> None:
+    async def _run(self, call: BulkCall, own: _Caller) -> None:
         try:
             returned = await getattr(self, call.method)(*pickle.loads(call.args))
             result = BulkResult(call.number, _packed(returned), is_error=False)
@@ -242,10 +242,10 @@ class BulkActor:
             result = BulkResult(call.number, _packed_error(error), is_error=True)
         except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:  # of the method, not of this task
             result = BulkResult(call.number, _packed_error(RuntimeError(repr(error))), is_error=True)
-        kept.running.discard(cast("asyncio.Task[None]", asyncio.current_task()))
-        kept.results.append(result)
-        kept.newest = time.monotonic()
-        kept.has_results.set()
+        own.running.discard(cast("asyncio.Task[None]", asyncio.current_task()))
+        own.results.append(result)
+        own.newest = time.monotonic()
+        own.has_results.set()
 
 
 def _packed(value: Any) -> bytes:

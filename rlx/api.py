@@ -329,14 +329,14 @@ def _plan(name: str, tree: dict[str, Any], space: Path, options: SweepOptions) -
     from rlx.cluster.resources import sharing_gpus
     from rlx.sweeps.records import read_plan
 
-    kept = dict(options)
-    runs = kept.pop("interleave", 1)
+    others = dict(options)
+    runs = others.pop("interleave", 1)
     if not isinstance(runs, int) or runs < 1:
         raise ConfigError(f"interleave {runs}: at least 1")
     if runs > 1:
         config = from_tree(tree)
         tree = with_overrides(tree, sharing_gpus(runs, config.scaling, config.rollout, config.reward))
-    return read_plan({"name": name, "tree": tree, "space": str(space.resolve()), **kept})
+    return read_plan({"name": name, "tree": tree, "space": str(space.resolve()), **others})
 
 
 def load_model(

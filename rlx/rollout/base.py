@@ -69,12 +69,12 @@ class Engine(Protocol):
         """
         ...
 
-    def start_update(self, update: str, tensors: int, timeout_s: float, keep: bool = False) -> ActorResult[None]:
+    def start_update(self, update: str, tensors: int, timeout_s: float, midway: bool = False) -> ActorResult[None]:
         """Opens an update of this number of tensors, under a name that no other update has; ends an earlier one.
 
         Args:
             timeout_s: the longest wait for each bucket.
-            keep: running requests continue with the new weights; otherwise they finish first, with the old ones.
+            midway: running requests continue with the new weights; otherwise they finish first, with the old ones.
         """
         ...
 
@@ -177,13 +177,13 @@ class Engines(Protocol):
         """Waits until all completions have come or no engine is left; returns whether every rank has all of its own."""
         ...
 
-    def push(self, version: int, *, starting: bool = False, keep: bool = False) -> None:
+    def push(self, version: int, *, starting: bool = False, midway: bool = False) -> None:
         """Sends the policy's weights to the engines; returns on every rank when they have them.
 
         Args:
             version: the version of these weights.
             starting: engines may still be starting: wait longer for them.
-            keep: running requests continue with the new weights; otherwise they finish first, with the old ones.
+            midway: running requests continue with the new weights; otherwise they finish first, with the old ones.
         """
         ...
 

@@ -62,13 +62,13 @@ class EngineGroup:
         (self.episodes or self.pool).finish(pending, version)
         return self._all_complete(pending.is_complete)
 
-    def push(self, version: int, *, starting: bool = False, keep: bool = False) -> None:
+    def push(self, version: int, *, starting: bool = False, midway: bool = False) -> None:
         """Sends the policy's weights to the engines that are up; returns on every rank when they have them.
 
         Args:
             version: the version of these weights.
             starting: engines may still be starting: wait for them as long as for completions.
-            keep: running requests continue with the new weights; otherwise they finish first, with the old ones.
+            midway: running requests continue with the new weights; otherwise they finish first, with the old ones.
 
         Raises:
             WeightSyncError: no engine took the weights; names each engine and the reason.
@@ -79,7 +79,7 @@ class EngineGroup:
         calls = self.pool.ask() if self.mesh.rank == 0 else []
         weights = self.weights()  # while the engines answer
         locations = self.pool.probe(timeout_s if starting else PATIENCE_S, calls) if calls else {}
-        for index, error in self.sync.push(weights, version, locations, timeout_s=timeout_s, keep=keep).items():
+        for index, error in self.sync.push(weights, version, locations, timeout_s=timeout_s, midway=midway).items():
             self.pool.mark_lost(index, error)
         self._share_lost()
         self._notify_changes()

@@ -103,7 +103,7 @@ class FakeEngine:
         self._calls += 1
         return [self.answer(request) for request in requests], 0.0
 
-    def start_update(self, update: str, tensors: int, timeout_s: float, keep: bool = False) -> None:
+    def start_update(self, update: str, tensors: int, timeout_s: float, midway: bool = False) -> None:
         """See `Engine.start_update`."""
         self.version, self._update, self._missing, self.weights = None, update, tensors, {}
 
@@ -192,7 +192,7 @@ class FakeEngines:
         self.finish(pending, version)
         return True
 
-    def push(self, version: int, *, starting: bool = False, keep: bool = False) -> None:
+    def push(self, version: int, *, starting: bool = False, midway: bool = False) -> None:
         """Notes the version; no weights travel."""
         self.pushed.append(version)
         self.is_asleep = False

@@ -57,7 +57,7 @@ class WeightUpdate:
     """A weight update that the engine has been asked to load."""
 
     name: str
-    keep: bool  # running requests continue with the new weights
+    midway: bool  # running requests continue with the new weights
     buckets: BucketQueue
     incoming: Incoming | None  # how the workers fetch it; None: it arrives in `buckets`
 
@@ -140,16 +140,16 @@ class VLLMEngine(BulkActor):
         Raises:
             WeightSyncError: see `finish_update`.
         """
-        self._start(incoming.update, 0, incoming.timeout_s, incoming.keep, incoming)
+        self._start(incoming.update, 0, incoming.timeout_s, incoming.midway, incoming)
         try:
             await self.finish_update(incoming.update, version)
         except UpdateInterruptedError as error:
             return str(error)
         return None
 
-    async def start_update(self, update: str, tensors: int, timeout_s: float, keep: bool = False) -> None:
+    async def start_update(self, update: str, tensors: int, timeout_s: float, midway: bool = False) -> None:
         """See `Engine.start_update`. No request is begun until the update has ended."""
-        self._start(update, tensors, timeout_s, keep, None)
+        self._start(update, tensors, timeout_s, midway, None)
 
     async def receive(self, update: str, bucket: Bucket) -> None:
         """See `Engine.receive`. A late bucket of an earlier update is dropped."""
@@ -169,13 +169,13 @@ class VLLMEngine(BulkActor):
         await self._update.buckets.loaded
         self.version = version
 
-    def _start(self, name: str, tensors: int, timeout_s: float, keep: bool, incoming: Incoming | None) -> None:
+    def _start(self, name: str, tensors: int, timeout_s: float, midway: bool, incoming: Incoming | None) -> None:
         from rlx.rollout.weight_sync.object_store import BucketQueue
 
         if self._update:
             self._update.buckets.close()  # its sender died or ended the update
         self.version = None
-        self._update = WeightUpdate(name, keep, BucketQueue(tensors, timeout_s), incoming)
+        self._update = WeightUpdate(name, midway, BucketQueue(tensors, timeout_s), incoming)
         self._update.buckets.loaded = self._thread.submit(SteppedVLLM.load, self._update)
 
 
@@ -237,10 +237,10 @@ class SteppedVLLM:
         Raises:
             RuntimeError: vLLM keeps its prefix cache, or fails to load the weights: the engine's process ends.
         """
-        if not update.keep:
+        if not update.midway:
             self._finish_requests()
         # The cached keys and values belong to the old weights; requests that continue compute theirs again.
-        if not self._llm.reset_prefix_cache(reset_running_requests=update.keep):
+        if not self._llm.reset_prefix_cache(reset_running_requests=update.midway):
             raise RuntimeError("vLLM did not reset its prefix cache")
         if self._asleep:
             self._llm.wake_up(tags=["weights"])

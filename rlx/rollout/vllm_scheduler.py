@@ -4,7 +4,7 @@ With hundreds of requests the host spends longer on a step than the GPU. Two thi
 
 - In a step in which each running request needs one token, blocks are allocated for the requests that begin or fill one,
   as vLLM would do it, and no other request is looked at. vLLM makes the rest of the step, as that of a pause.
-- A token that does not end its request is kept here. vLLM gets a request's tokens together when it ends: with
+- A token that does not end its request is held back here. vLLM gets a request's tokens together when it ends: with
   FINAL_ONLY nobody sees an output before.
 
 Left out: all else, which vLLM does, step by step and request by request. `refusal` says which engines cannot have this
@@ -77,8 +77,8 @@ def refusal(config: Any, cache: Any, log_stats: bool) -> str:
 
 
 @dataclass(slots=True)
-class KeptTokens:
-    """A request whose outputs are kept until it ends."""
+class HeldTokens:
+    """A request whose outputs are held back until it ends."""
 
     request: Any  # vLLM's; it has the tokens
     stops: set[int]  # tokens that may end it
@@ -99,16 +99,16 @@ class KeptTokens:
             and len(request._all_token_ids) + 1 < self.limit
         )
 
-    def keep(self, output: Any) -> None:
-        """Keeps an output of vLLM."""
+    def hold(self, output: Any) -> None:
+        """Holds an output of vLLM back."""
         self.first = self.first or output
         if output.new_logprobs is not None:
             self.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
             self.ranks += output.new_logprobs.sampled_token_ranks.tolist()
 
     def whole(self, last: Any) -> Any:
-        """The one output of the request: vLLM's last one with everything that was kept."""
-        self.keep(last)
+        """The one output of the request: vLLM's last one with everything that was held back."""
+        self.hold(last)
         last.new_token_ids = self.request.output_token_ids[:]
         last.prefill_stats = self.first.prefill_stats
         if self.logprobs:
@@ -140,7 +140,7 @@ class _Decode(_EITHER):  # type: ignore[misc]
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self._kept: dict[str, KeptTokens] = {}
+        self._held: dict[str, HeldTokens] = {}
         most = self.max_num_running_reqs
         self._most_running = min(most, getattr(self, "max_num_active_reqs", most))  # 0.32 has both
 
@@ -149,13 +149,13 @@ class _Decode(_EITHER):  # type: ignore[misc]
         if _is_plain(request):
             params = request.sampling_params
             limit = min(self.max_model_len, request.num_prompt_tokens + request.max_tokens)
-            self._kept[request.request_id] = KeptTokens(
+            self._held[request.request_id] = HeldTokens(
                 request, params.all_stop_token_ids, limit, params.num_logprobs == 0
             )
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         finished = super().finish_requests(*args, **kwargs)
-        self._kept = {name: kept for name, kept in self._kept.items() if name in self.requests}
+        self._held = {name: held for name, held in self._held.items() if name in self.requests}
         return finished
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
@@ -187,12 +187,12 @@ class _Decode(_EITHER):  # type: ignore[misc]
         requests = []
         for request in self.running:
             pending, known = request.num_output_placeholders, request.num_tokens
-            kept = self._kept.get(request.request_id)
-            if kept is None or request.is_prefill_chunk or pending > 1:
+            held = self._held.get(request.request_id)
+            if held is None or request.is_prefill_chunk or pending > 1:
                 return []
             if known + pending - request.num_computed_tokens != 1:
                 return []
-            if not pending or known + 1 < kept.limit:  # otherwise its last token is under way
+            if not pending or known + 1 < held.limit:  # otherwise its last token is under way
                 requests.append(request)
         if not self.use_v2_model_runner:  # the older runner is told all tokens of a request that it has not just seen
             seen = self.prev_step_scheduled_req_ids
@@ -218,31 +218,31 @@ class _Decode(_EITHER):  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         left = copy.copy(scheduler_output)
-        left.num_scheduled_tokens = self._keep_tokens(scheduler_output.num_scheduled_tokens, model_runner_output)
+        left.num_scheduled_tokens = self._hold_tokens(scheduler_output.num_scheduled_tokens, model_runner_output)
         results = super().update_from_output(left, model_runner_output)
         for result in results.values():
             result.outputs = self._ended(result.outputs)
         return results
 
-    def _keep_tokens(self, scheduled: dict[str, int], drawn: Any) -> dict[str, int]:
-        """Keeps the tokens that do not end their requests; returns what is left of the scheduled ones for vLLM."""
+    def _hold_tokens(self, scheduled: dict[str, int], drawn: Any) -> dict[str, int]:
+        """Holds back the tokens that do not end their requests; returns what is left of the scheduled ones for vLLM."""
         if not drawn.sampled_token_ids or drawn.num_nans_in_logits:
             return scheduled
         logprobs = drawn.logprobs.logprobs[:, 0].tolist() if drawn.logprobs else []
         ranks = drawn.logprobs.sampled_token_ranks.tolist() if drawn.logprobs else []
         left, settled = {}, []
         for name, count in scheduled.items():
-            kept, row = self._kept.get(name), drawn.req_id_to_index[name]
+            held, row = self._held.get(name), drawn.req_id_to_index[name]
             tokens = drawn.sampled_token_ids[row]
-            if kept is None or count != 1 or len(tokens) != 1 or not kept.continues_with(tokens[0]):
+            if held is None or count != 1 or len(tokens) != 1 or not held.continues_with(tokens[0]):
                 left[name] = count
                 continue
-            request = kept.request
+            request = held.request
             request._output_token_ids.append(tokens[0])
             request._all_token_ids.append(tokens[0])
-            if kept.has_logprobs:
-                kept.logprobs.append(logprobs[row])
-                kept.ranks.append(ranks[row])
+            if held.has_logprobs:
+                held.logprobs.append(logprobs[row])
+                held.ranks.append(ranks[row])
             settled.append(request)
         self._settle(settled)
         return left
@@ -261,16 +261,16 @@ class _Decode(_EITHER):  # type: ignore[misc]
                 request.num_output_placeholders -= 1
 
     def _ended(self, outputs: Sequence[Any]) -> list[Any]:
-        """The outputs of vLLM that it may see now: whole ones, and those that are not kept."""
+        """The outputs of vLLM that it may see now: whole ones, and those that are not held back."""
         seen = []
         for output in outputs:
-            kept = self._kept.get(output.request_id)
-            if kept is None:
+            held = self._held.get(output.request_id)
+            if held is None:
                 seen.append(output)
             elif output.finish_reason is None:
-                kept.keep(output)
+                held.hold(output)
             else:
-                seen.append(self._kept.pop(output.request_id).whole(output))
+                seen.append(self._held.pop(output.request_id).whole(output))
         return seen
 
 

@@ -150,14 +150,14 @@ def weights_fingerprint(trainer: Trainer) -> list[float]:
 def nudged(trainer: Trainer) -> Iterator[None]:
     """Context in which all trained weights of the policy are changed."""
     shards = [cast(DTensor, p).to_local() for p in trainer.policy.parameters() if p.requires_grad]
-    kept = [shard.clone() for shard in shards]
+    before = [shard.clone() for shard in shards]
     with torch.no_grad():
         for shard in shards:
             spread = float(shard.square().mean().sqrt()) if shard.count_nonzero() else 0.5  # an adapter's B is 0
             wave = torch.cos(torch.arange(shard.numel(), device=shard.device, dtype=shard.dtype))
             shard.add_(_NUDGE * spread * wave.view_as(shard))
         yield
-        for shard, old in zip(shards, kept, strict=True):
+        for shard, old in zip(shards, before, strict=True):
             shard.copy_(old)
 
 

@@ -68,7 +68,7 @@ class RunResult:
     folder: str  # its path on the run's storage
     metrics: dict[str, Any]  # of the last step
     mlflow_run: str | None  # None: MLflow has not answered yet
-    train: ray.train.Result | None  # Ray Train's own result; None while the workers are kept
+    train: ray.train.Result | None  # Ray Train's own result; None while the workers stay
 
 
 @dataclass(frozen=True)

@@ -125,13 +125,13 @@ class RunProcesses:
             self._actors = self._actors or RunActors(prepared)
             yield self
         except RunStopped:
-            self._end_what_is_not_kept()
+            self._end_what_does_not_stay()
             raise
         except BaseException:
             self.close(patience_s=0.0)
             raise
         else:
-            self._end_what_is_not_kept()
+            self._end_what_does_not_stay()
 
     def run(
         self,
@@ -173,7 +173,7 @@ class RunProcesses:
 
     @property
     def result(self) -> ray.train.Result | None:
-        """Ray Train's result of the last run; None while its workers are kept."""
+        """Ray Train's result of the last run; None while its workers stay."""
         return self._train.result if self._train else None
 
     def release(self, step: int) -> None:
@@ -199,13 +199,13 @@ class RunProcesses:
         self._mailbox = self._given_mailbox
 
     def _suitable_workers(self, prepared: PreparedRun) -> TrainRun | None:
-        """The kept workers if they can do the run; otherwise they are ended."""
+        """The workers that have stayed if they can do the run; otherwise they are ended."""
         if self._train and not self._train.has_ended and self._train_started_with == _workers_started_with(prepared):
             return self._train
         self._end_workers()
         return None
 
-    def _end_what_is_not_kept(self) -> None:
+    def _end_what_does_not_stay(self) -> None:
         if self.reuse != "workers":
             self._end_workers()
         if self.reuse == "none":

@@ -319,8 +319,8 @@ def saved_sweep(storage: Storage, name: str | None, *, trust: bool = False) -> S
     folder = find_sweep(storage, name)
     try:
         content, space = (folder / PLAN_FILE).read_json(), (folder / _SPACE_FILE).read_text()
-        kept = read_plan({"defaults": 1} | content)
-        plan = kept.with_its_defaults()
+        recorded = read_plan({"defaults": 1} | content)
+        plan = recorded.with_its_defaults()
         if plan.name != folder.name:
             raise ValueError(plan.name)
     except (TypeError, ValueError, RecursionError, FileNotFoundError):
@@ -337,7 +337,7 @@ def saved_sweep(storage: Storage, name: str | None, *, trust: bool = False) -> S
     copy = Path(tempfile.mkdtemp(prefix=f"rlx-space-{os.getpid()}-"), Path(plan.space).name)
     atexit.register(shutil.rmtree, copy.parent, ignore_errors=True)
     copy.write_text(space)
-    tree = with_task(plan.tree, str(copy)) if kept.defaults < 3 else plan.tree
+    tree = with_task(plan.tree, str(copy)) if recorded.defaults < 3 else plan.tree
     return replace(plan, tree=tree, space=str(copy))
 
 

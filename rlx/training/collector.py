@@ -175,8 +175,8 @@ class RolloutCollector:
             version: the step that the weights belong to.
             starting: the engines may still be starting; requests of an earlier run on them end first.
         """
-        keep = self.trainer.config.rollout.partial_rollouts and not starting
-        self.engines.push(version, starting=starting, keep=keep)
+        midway = self.trainer.config.rollout.partial_rollouts and not starting
+        self.engines.push(version, starting=starting, midway=midway)
 
     def score_training(self, completions: Sequence[Completion]) -> list[ScoredCompletion]:
         """Scores with the length penalties of the step subtracted."""

@@ -133,7 +133,7 @@ class LogprobBatch(RolloutBatch):
         """The completions with advantages and returns, `[B, T]` each."""
         unknown = torch.full_like(advantages, math.nan)
         own = {"advantages": advantages, "returns": returns, "newest_logprobs": unknown, "home": self.row}
-        return Experience(**(self.columns | own), kept=self.mask)
+        return Experience(**(self.columns | own), chosen=self.mask)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Experience(LogprobBatch):
 
     advantages: Tensor  # [B, T]
     returns: Tensor  # [B, T] what the values are fitted to
-    kept: Tensor  # [B, T] float, 1 on the tokens that may be in the policy loss: all, or those that were chosen
+    chosen: Tensor  # [B, T] float, 1 on the tokens that may be in the policy loss: all, or those that were chosen
     newest_logprobs: Tensor  # [B, T] of the policy in the update's newest pass over each completion; nan before one
     home: Tensor  # [B] int64, the completion's index among those of all replicas, before they were dealt
 

@@ -114,7 +114,7 @@ def with_uncertain_tokens(trainer: Trainer, batch: Experience) -> Experience:
     tokens = trainer.sum_over_ranks({"tokens": inside.sum()})["tokens"]
     entropy = batch.entropy.clamp(min=0)  # of a certain token, rounding may make it negative
     limit = aggregation.largest(trainer.mesh, entropy[inside], 1 + int(share * (tokens - 1) + 1e-9))
-    return replace(batch, kept=batch.kept * (entropy >= limit))
+    return replace(batch, chosen=batch.chosen * (entropy >= limit))
 
 
 def without_high_covariance(trainer: Trainer, part: Experience, seeds: Sequence[int]) -> Experience:
@@ -129,7 +129,7 @@ def without_high_covariance(trainer: Trainer, part: Experience, seeds: Sequence[
     inside = (mask > 0) & (covariance >= settings.clip_cov_low) & (covariance <= settings.clip_cov_high)
     draws, count = token_draws(part, seeds), max(1, int(settings.clip_cov_ratio * float(total[0, 0])))
     limit = aggregation.largest(trainer.mesh, draws[inside], count)
-    return replace(part, kept=part.kept * ~(inside & (draws >= limit)))
+    return replace(part, chosen=part.chosen * ~(inside & (draws >= limit)))
 
 
 def with_pass(batch: Experience, micro_batches: Sequence[Experience]) -> Experience:
@@ -227,11 +227,11 @@ def policy_losses(trainer: Trainer, output: PolicyOutput, micro_batch: Experienc
         mask,
         size,
         policy_loss_settings(settings),
-        weights * correction * micro_batch.kept,
+        weights * correction * micro_batch.chosen,
     )
     sums: Sums = {"policy/loss": loss.detach()}
     if settings.chooses_tokens:
-        sums["policy/left_out_fraction"] = (mask * (1 - micro_batch.kept)).sum()
+        sums["policy/left_out_fraction"] = (mask * (1 - micro_batch.chosen)).sum()
     sums |= {f"policy/{name}": total for name, total in stats.items()}
     if output.entropy is not None and settings.entropy_coef > 0:
         loss = loss + settings.entropy_coef * losses.entropy_loss(output.entropy, mask, size, weights)

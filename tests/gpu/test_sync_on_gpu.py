@@ -109,11 +109,11 @@ class Trainer:
         self.version = 0
         self.is_smaller = False
 
-    def push(self, starting: bool = False, keep: bool = False) -> tuple[dict[int, str], float]:
+    def push(self, starting: bool = False, midway: bool = False) -> tuple[dict[int, str], float]:
         """The engines that are lost after it, and the seconds it took."""
         self.version += 1
         started = time.monotonic()
-        self.group.push(self.version, starting=starting, keep=keep)
+        self.group.push(self.version, starting=starting, midway=midway)
         return dict(self.group.pool.lost), time.monotonic() - started
 
     def kill_during_push(self, pid: int) -> None:
@@ -164,7 +164,7 @@ class Trainer:
         pending = pool.begin(PROMPTS, [long], self.version)
         time.sleep(seconds / 3)
         self.change()
-        self.push(keep=True)
+        self.push(midway=True)
         pool.finish(pending, self.version)
         assert pending.is_complete, pool.lost
         gaps = self.gaps(pending.completions)

@@ -215,7 +215,7 @@ def lockstep(model: str, overlapped: bool, blocks: int, seed: int, requests: int
         world.step()
         assert world.counts["steps"] < 20_000
     assert world.sides[0].seen() == world.sides[1].seen()
-    assert world.sides[1].scheduler._kept == {}
+    assert world.sides[1].scheduler._held == {}
     world.counts.update(str(end[0].name) for end in world.sides[0].ended.values())
     return world.counts
 

@@ -70,12 +70,12 @@ def pushed(
     weights: Sequence[ShardedWeight],
     version: int,
     timeout_s: float = 120.0,
-    keep: bool = False,
+    midway: bool = False,
     bucket_bytes: int | None = None,
 ) -> dict[int, EngineLostError]:
     """Pushes to one engine through the object store; its location is not used."""
     sync = WeightSync([engine], SINGLE, torch.device("cpu"), torch.float32, None, bucket_bytes)
-    return sync.push(weights, version, {0: EngineLocation("", ())}, timeout_s=timeout_s, keep=keep)
+    return sync.push(weights, version, {0: EngineLocation("", ())}, timeout_s=timeout_s, midway=midway)
 
 
 @pytest.mark.parametrize("given", [None, "0"])
@@ -484,7 +484,7 @@ def test_an_update_in_many_buckets_is_whole(tied: Side) -> None:
 ENDLESS = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=150, stop_token_ids=())
 
 
-def pushed_meanwhile(side: Side, keep: bool) -> tuple[Tensor, Tensor]:
+def pushed_meanwhile(side: Side, midway: bool) -> tuple[Tensor, Tensor]:
     """Pushes new weights while completions are generated.
 
     Returns:
@@ -497,7 +497,7 @@ def pushed_meanwhile(side: Side, keep: bool) -> tuple[Tensor, Tensor]:
     side.change()
     side.version += 1
     weights = lora.engine_weights(side.policy)
-    assert pushed(side.engine, weights, side.version, keep=keep) == {}
+    assert pushed(side.engine, weights, side.version, midway=midway) == {}
     pool.finish(pending, side.version)
     assert {one.version for one in pending.completions} == {side.version - 1}
     return replace(side, policy=old).gaps(pending.completions), side.gaps(pending.completions)
@@ -505,14 +505,14 @@ def pushed_meanwhile(side: Side, keep: bool) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.slow
 def test_completions_in_progress_are_finished_before_new_weights_are_loaded(tied: Side) -> None:
-    old, new = pushed_meanwhile(tied, keep=False)
+    old, new = pushed_meanwhile(tied, midway=False)
     assert old.max() < CLOSE < FAR < new.max()
     assert tied.gap(tied.generate()) < CLOSE
 
 
 @pytest.mark.slow
 def test_completions_in_progress_go_on_with_new_weights_where_that_is_asked_for(tied: Side) -> None:
-    old, new = pushed_meanwhile(tied, keep=True)
+    old, new = pushed_meanwhile(tied, midway=True)
     # Up to some token each is of the old policy, and of the new one from there on.
     switched = (old < CLOSE).long().cumprod(1).sum(1)
     rest = torch.arange(old.shape[1]).unsqueeze(0) >= switched.unsqueeze(1)
@@ -556,7 +556,7 @@ def begun(side: Side, timeout_s: float) -> Begun:
     plan = UpdatePlan(f"update {next(versions)}", ("", 0), "", {0: (Source(OBJECT_STORE, 0),)}, {})
     sender = ObjectStoreSender()
     rank = SendingRank(0, torch.device("cpu"), [side.engine], {OBJECT_STORE: sender}, no_buffer)
-    update = OutgoingUpdate(plan, UpdateRequest(side.version + 1, layouts, timeout_s, keep=False), rank)
+    update = OutgoingUpdate(plan, UpdateRequest(side.version + 1, layouts, timeout_s, midway=False), rank)
     update.connect()
     assert update.failed == {}
     return Begun(update, sender, [packed(group) for group in groups])

@@ -121,7 +121,7 @@ def test_retries_are_bounded_and_the_error_has_the_reasons(messages: list[str]) 
     sent: list[int] = []
 
     class Counted(EngineGroup):
-        def push(self, version: int, *, starting: bool = False, keep: bool = False) -> None:
+        def push(self, version: int, *, starting: bool = False, midway: bool = False) -> None:
             sent.append(version)
 
     mesh = Mesh.of("cpu", 1)

@@ -244,7 +244,7 @@ def test_a_rank_without_the_engines_answers_learns_at_once_that_a_reader_stopped
     ends = {"shared_memory": shared_memory.SharedMemorySender()}
     send_buffers = shared_memory.SendBuffers(torch.device("cpu"))
     second = SendingRank(1, torch.device("cpu"), engines, ends, send_buffers.get, store)
-    outgoing = OutgoingUpdate(plan, UpdateRequest(1, layouts, SECONDS, keep=False), second)
+    outgoing = OutgoingUpdate(plan, UpdateRequest(1, layouts, SECONDS, midway=False), second)
     outgoing.connect()
 
     def stop(*_: Any) -> Tensor:
@@ -254,7 +254,7 @@ def test_a_rank_without_the_engines_answers_learns_at_once_that_a_reader_stopped
 
     def receive() -> None:
         incoming = Incoming("update", "process", plan.address, "none", plan.world, sources[0], layouts, 60.0, False)
-        noted = Receiver(torch.device("cpu"), 0).receive(incoming, list, keeps=False)
+        noted = Receiver(torch.device("cpu"), 0).receive(incoming, list, reads_late=False)
         assert isinstance(noted, type(error) if retry else WeightSyncError)
 
     reader = threading.Thread(target=receive)

@@ -178,8 +178,8 @@ class Engines:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    def push(self, version: int, *, starting: bool = False, keep: bool = False) -> None:
-        self.calls.append((version, starting, keep))
+    def push(self, version: int, *, starting: bool = False, midway: bool = False) -> None:
+        self.calls.append((version, starting, midway))
 
     def sleep(self) -> None:
         self.calls.append(("sleep",))

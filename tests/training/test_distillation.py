@@ -44,8 +44,8 @@ class DrawingEngines(FakeEngines):
         self.lm = AutoModelForCausalLM.from_pretrained(path).eval()
         self.weights = weights
 
-    def push(self, version: int, *, starting: bool = False, keep: bool = False) -> None:
-        super().push(version, starting=starting, keep=keep)
+    def push(self, version: int, *, starting: bool = False, midway: bool = False) -> None:
+        super().push(version, starting=starting, midway=midway)
         state = {weight.name: weight.parts[0].full_tensor() for weight in self.weights()}  # type: ignore[attr-defined]
         self.lm.load_state_dict(state, strict=False)
 

@@ -688,8 +688,8 @@ def chosen(rank: int, ranks: int) -> Choice:
     grids = {"logprobs": -5 * logprobs, "ref_logprobs": zero, "values": zero, "entropy": entropy}
     start = experience.build_batch([ScoredCompletion(each, 0.0, True, {}) for each in own], PAD)
     batch = start.with_logprobs(grids).with_advantages(4 * advantages - 2, zero)
-    passes = [update.without_high_covariance(run, batch, (0, 5, epoch)).kept for epoch in (0, 1, 0)]
-    return torch.arange(ROWS)[rank::ranks], update.with_uncertain_tokens(run, batch).kept, passes
+    passes = [update.without_high_covariance(run, batch, (0, 5, epoch)).chosen for epoch in (0, 1, 0)]
+    return torch.arange(ROWS)[rank::ranks], update.with_uncertain_tokens(run, batch).chosen, passes
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -82,11 +82,11 @@ def processes() -> Iterator[RunProcesses]:
     """Engines and workers that stay from one branch to the next."""
     from rlx.runs.processes import RunProcesses  # slow to import
 
-    kept = RunProcesses("workers")
+    shared = RunProcesses("workers")
     try:
-        yield kept
+        yield shared
     finally:
-        kept.close()
+        shared.close()
 
 
 def do_steps(prepared: PreparedRun, branch: Branch, shared: RunProcesses) -> tuple[Storage, StepMetrics]:

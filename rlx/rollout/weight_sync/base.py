@@ -61,7 +61,7 @@ class Incoming:
     sources: tuple[Source, ...]  # of each worker
     layouts: tuple[Layout, ...]  # of each bucket, in order
     timeout_s: float  # longest wait for a bucket
-    keep: bool  # running requests continue with these weights
+    midway: bool  # running requests continue with these weights
 
 
 class UpdateInterruptedError(WeightSyncError):

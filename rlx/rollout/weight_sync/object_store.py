@@ -46,7 +46,7 @@ class ObjectStoreSender:
     def connect(self) -> None:
         request = self._update.request
         tensors = sum(map(len, request.layouts))
-        opened = (self._update.plan.name, tensors, RECEIVER_PATIENCE * request.timeout_s, request.keep)
+        opened = (self._update.plan.name, tensors, RECEIVER_PATIENCE * request.timeout_s, request.midway)
         self._wait({index: engine.start_update.remote(*opened) for index, engine in self._engines.items()})
 
     def send(self, bucket: OutgoingBucket) -> None:

@@ -44,8 +44,8 @@ class WeightLoader:
         if self.rlx_in_place is None:
             self.rlx_in_place = self._rlx_loads_in_place()
         if self.rlx_in_place:
-            return self.rlx_receiver.receive(incoming, self.get_model().load_weights, keeps=False)
-        return self.rlx_receiver.receive(incoming, self.rlx_load_weights, keeps=True)
+            return self.rlx_receiver.receive(incoming, self.get_model().load_weights, reads_late=False)
+        return self.rlx_receiver.receive(incoming, self.rlx_load_weights, reads_late=True)
 
     def rlx_load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Loads all tensors of an update, whose shapes are those of the Hugging Face model."""
@@ -79,18 +79,18 @@ class Receiver:
         self._name = ""  # of the transport
         self._end: ReceivingEnd | None = None
 
-    def receive(self, incoming: Incoming, load: Loader, keeps: bool) -> WeightSyncError | None:
+    def receive(self, incoming: Incoming, load: Loader, reads_late: bool) -> WeightSyncError | None:
         """Loads an update. It returns an error and does not raise it, because the loader must not be interrupted.
 
         Args:
             load: vLLM's loader; it is called once.
-            keeps: whether the loader may still read a tensor when it has asked for the next one.
+            reads_late: whether the loader may still read a tensor when it has asked for the next one.
         """
         errors: list[WeightSyncError] = []
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             try:
-                yield from self._tensors(incoming, keeps)
+                yield from self._tensors(incoming, reads_late)
             except WeightSyncError as error:
                 errors.append(error)
             except TimeoutError:
@@ -107,14 +107,14 @@ class Receiver:
             self._fail(incoming, errors[0])
         return errors[0] if errors else None
 
-    def _tensors(self, incoming: Incoming, keeps: bool) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self, incoming: Incoming, reads_late: bool) -> Iterator[tuple[str, Tensor]]:
         """The tensors of an update by name; checks that they arrive as they were sent."""
         sound = torch.ones((), dtype=torch.bool, device=self._device)
         buckets = self._connect(incoming).receive(incoming)
         for bucket, layout in zip(buckets, incoming.layouts, strict=True):
             sound &= is_sound(bucket, layout)
             for name, tensor in views(bucket, layout):
-                yield name, tensor.clone() if keeps else tensor
+                yield name, tensor.clone() if reads_late else tensor
         if self._device.type == "cuda":
             done = torch.cuda.Event()
             done.record()

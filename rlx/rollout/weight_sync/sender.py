@@ -54,7 +54,7 @@ class UpdateRequest:
     version: int
     layouts: tuple[Layout, ...]  # of each bucket
     timeout_s: float  # the longest wait for an engine in each phase
-    keep: bool  # running requests continue with these weights
+    midway: bool  # running requests continue with these weights
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def _incoming(plan: UpdatePlan, request: UpdateRequest, engine: int) -> Incoming
         sources=plan.sources[engine],
         layouts=request.layouts,
         timeout_s=RECEIVER_PATIENCE * request.timeout_s,
-        keep=request.keep,
+        midway=request.midway,
     )
 
 

@@ -65,7 +65,7 @@ class WeightSync:
         locations: Mapping[int, EngineLocation],
         *,
         timeout_s: float = 120.0,
-        keep: bool = False,
+        midway: bool = False,
     ) -> Failures:
         """Sends all weights to the engines as `version`; a collective call. Returns on rank 0 when engines have them.
 
@@ -73,7 +73,7 @@ class WeightSync:
             weights: in the same order on every rank.
             locations: of the engines to send to, by index; those of rank 0 count.
             timeout_s: the longest that an engine may take to open the update, to take a bucket, to finish.
-            keep: running requests continue with these weights; otherwise they finish first, with the old ones.
+            midway: running requests continue with these weights; otherwise they finish first, with the old ones.
 
         Returns:
             On rank 0: the engines that did not receive the weights, or received changed ones, and why.
@@ -84,7 +84,7 @@ class WeightSync:
         limit = self.bucket_bytes or max(largest, BUCKET_BYTES[weights[0].parts[0].device.type])
         groups = buckets.group_weights(weights, self.dtype, limit)
         layouts = tuple(buckets.layout(group, self.dtype) for group in groups)
-        request = UpdateRequest(version, layouts, timeout_s, keep)
+        request = UpdateRequest(version, layouts, timeout_s, midway)
         remaining = dict(locations)
         while True:
             lost, retry = self._send(groups, request, remaining)

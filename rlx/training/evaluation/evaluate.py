@@ -84,13 +84,13 @@ def _names(text: str, answer: str) -> bool:
 def averaged_weights(trainer: Trainer) -> Iterator[None]:
     """Context in which the policy has the averaged weights. The engines keep theirs until the next push."""
     weights = {name: p for name, p in trainer.policy.named_parameters() if name in trainer.ema}
-    kept = {name: p.detach().clone() for name, p in weights.items()}
+    own = {name: p.detach().clone() for name, p in weights.items()}
     with torch.no_grad():
         for name, p in weights.items():
             p.copy_(trainer.ema[name])
         yield
         for name, p in weights.items():
-            p.copy_(kept[name])
+            p.copy_(own[name])
 
 
 def record_outcomes(

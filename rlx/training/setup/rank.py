@@ -55,8 +55,8 @@ def build_rank(inputs: TrainingInputs) -> tuple[Trainer, RolloutCollector, Check
         replay=inputs.replay,
     )
     collector = build_collector(inputs, trainer, tokenizer)
-    kept = config.checkpoint
-    retention = Retention(kept.keep_last, kept.best_by, kept.best_mode, kept.keep_every)
+    saving = config.checkpoint
+    retention = Retention(saving.keep_last, saving.best_by, saving.best_mode, saving.keep_every)
     settle = collector.completions.wait if collector.completions else None
     writer = CheckpointWriter(inputs.folder, retention, settle)
     copies = PinnedMemory(inputs.reporter.notify).copies if trainer.device.type == "cuda" else new_copies
