@@ -102,7 +102,7 @@ def test_a_full_disk_below_ray_is_refused_before_ray_waits_for_itself(full_disk:
 def test_a_run_ends_where_its_outbox_alone_is_full_and_loses_nothing_once_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "retry", functools.partial(retry, wait=lambda seconds: None))
+    monkeypatch.setattr("rlx.storage.filesystem.retry", functools.partial(retry, wait=lambda seconds: None))
     (tmp_path / "run").mkdir()
     with s3.small_disk(tmp_path / "run" / "outbox", "64k") as disk:
         (disk / "rank_0").mkdir()

@@ -3,7 +3,7 @@
 import json
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,12 +207,12 @@ def test_a_record_is_read_as_it_was_written(folder: Storage) -> None:
 def test_no_record_is_lost_while_the_storage_is_away(folder: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     records, is_away = TrialRecords(folder), threading.Event()
 
-    def once(action: Callable[[], Any], what: str) -> Any:
+    def once(file: Storage, text: str) -> None:
         if is_away.is_set():
-            raise StorageError(what)
-        return action()
+            raise StorageError(file.path)
+        file.write_text(text)
 
-    monkeypatch.setattr("rlx.sweeps.records.retry", once)
+    monkeypatch.setattr("rlx.sweeps.records.write_record", once)
     is_away.set()
     for i in range(3):
         records.write(f"trial_{i:05d}", TrialRecord(settings={"seed": i}))
