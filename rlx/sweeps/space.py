@@ -27,6 +27,7 @@ from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sweep import Mode
 from rlx.runs import preflight, run_folder
+from rlx.storage.filesystem import StorageError
 from rlx.sweeps.choices import check_key, other_resources
 
 Space = dict[str, Any]
@@ -233,6 +234,16 @@ def check_candidates(candidates: Iterable[Mapping[str, Any]], path: str, tree: M
 def check_settings(path: str, tree: Mapping[str, Any], settings: Mapping[str, Any]) -> RunConfig:
     """The config of a trial with these settings of a space; raises ConfigError if they do not go together."""
     return from_tree(with_overrides(dict(tree), settings), f"--space {path}")
+
+
+def check_suggestion(path: str, tree: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a trial with these settings of a space would be refused, as far as a moment shows it.
+
+    The prompts that a space names are checked before the sweep begins, see `check_candidates`.
+    """
+    config = check_settings(path, tree, settings)
+    with suppress(StorageError):  # a full disk is no fault of the settings, and others would find it full, too
+        preflight.check_quickly(config, has_prompts=True)
 
 
 def extremes(domain: Any) -> list[Any]:

@@ -49,7 +49,7 @@ from rlx.sweeps.room import NeededModel, Room, most_at_once
 from rlx.sweeps.schedulers.by_name import SCHEDULERS
 from rlx.sweeps.schedulers.race import Race
 from rlx.sweeps.schedulers.racing import RaceScheduler
-from rlx.sweeps.space import Space, check_settings, load_space, may_have, values_of
+from rlx.sweeps.space import Space, check_suggestion, load_space, may_have, values_of
 from rlx.sweeps.trainable import SharedInputs, attempt_number, newest_attempt, trainable
 from rlx.sweeps.trial_source import TrialOptions, TrialSource
 from rlx.sweeps.verdict import race_lines
@@ -344,7 +344,7 @@ def _options(plan: SweepPlan, room: Room, race: Race | None) -> TrialOptions:
         mode=plan.mode,
         race=race,
         # The lists of other searches are checked before the sweep begins.
-        check=partial(check_settings, plan.space, plan.tree) if plan.search in searchers.ADAPTIVE else None,
+        check=partial(check_suggestion, plan.space, plan.tree) if plan.search in searchers.ADAPTIVE else None,
     )
 
 

@@ -167,6 +167,16 @@ def test_settings_that_a_search_suggests_go_together(folder: Storage) -> None:
         from_tree(with_overrides(plan.tree, settings))
 
 
+def test_suggestions_that_a_run_would_be_refused_for_are_no_trials(folder: Storage, tiny_model: Path) -> None:
+    """The model has no room for the longer responses."""
+    plan = SweepPlan("s", {"model": {"path": str(tiny_model)}}, "space.py", candidates=6, search="optuna")
+    space = {"rollout.max_tokens": tune.choice([8, 9, 99_999])}
+    room: Any = SimpleNamespace(trials=lambda open_trials: 99)
+    source = tuner._trial_source(plan, TrialRecords(folder), space, {}, tuner._options(plan, room, None))
+    given = [source.suggest(str(number)) for number in range(6)]
+    assert {each["rollout.max_tokens"] for each in given if isinstance(each, dict)} == {8, 9}
+
+
 def test_a_search_that_suggests_nothing_else_has_its_trials(folder: Storage) -> None:
     assert [each.config for each in all_of(trials(folder, candidates=1, search=Recording(), check=never))] == [
         {"train.ppo_epochs": 101}
