@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections.data import DataConfig, EvalConfig, PromptSettings
@@ -59,7 +59,7 @@ def check_record(run: Storage, data: DataConfig, evaluation: EvalConfig, rows: M
         return
     try:
         before = _Record.validate_json(file.read_text())
-    except ValidationError:
+    except ValueError:  # also of bytes that are no UTF-8
         raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
     places = table_places(data, evaluation)
     for name, now in _known(data, evaluation, rows).items():

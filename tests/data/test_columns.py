@@ -78,6 +78,7 @@ def test_a_conversation_as_python_prints_it_is_refused_with_its_row(tmp_path: Pa
         (json.dumps([system("Add."), user("1 + 1?")])[:-5], "malformed JSON: "),
         (json.dumps([user("1?"), {"role": "assistant"}]), "a message of it has no role or no content$"),
         (' [ {"role" : "user"}]', "a message of it has no role or no content$"),
+        ('[{"role": "user", "content": "hi",}]\n', "malformed JSON: "),
     ],
 )
 def test_a_conversation_in_json_that_cannot_be_read_is_refused(text: str, said: str) -> None:
@@ -95,12 +96,23 @@ def test_a_conversation_in_json_that_cannot_be_read_is_refused(text: str, said: 
         '[{"a": 1}, 2]',
         "[x] or not?",
         '[{"role": "user", "content": "hi"}] has how many messages?',
+        '[{"role": "user", "content": "hi"}] is a[0] of [a]',
+        '[{"role": "user", "content": "hi"}, ...] what is this?',
+        '[{"role": "user", "content": "hi",}] fix this JSON',
+        r'[{"role": "user", "content": "C:\users"}] fix this JSON',
         "[" * 99_999,
     ],
 )
 def test_other_text_in_brackets_is_a_question(text: str) -> None:
     row = Columns().row({"question": text, "answer": 1})
     assert row["question"] == text and row["messages"] is None
+
+
+def test_a_conversation_in_json_is_refused_wherever_it_is_cut_off() -> None:
+    text = json.dumps([{**user('a "\\" é\n😀?'), "name": None, "weight": -1.5, "seen": True}, user("1?")])
+    for end in range(len('[{"role": "user",'), len(text)):
+        with pytest.raises(ValueError, match=r"^a conversation cannot be read, .*: malformed JSON: "):
+            Columns().row({"question": text[:end], "answer": 1})
 
 
 def test_the_expected_answer_is_the_last_match_in_its_cell() -> None:

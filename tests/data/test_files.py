@@ -263,6 +263,9 @@ def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path: Path) -> Non
     assert answers(str(tmp_path / "p[1].jsonl")) == ["000", "001"]
 
 
+ALL = "all files ending in .jsonl, .json, .csv, .parquet"
+
+
 @pytest.mark.parametrize(
     ("address", "message"),
     [
@@ -270,6 +273,11 @@ def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path: Path) -> Non
         ("mixed/*", "it has .csv and .jsonl files; name those of one format"),
         ("none", "the folder has no file ending in .jsonl, .json, .csv, .parquet"),
         ("none/*.jsonl", "no file ending in .jsonl, .json, .csv, .parquet matches"),
+        ("hidden/_*.jsonl", f"{ALL} that match begin with _ or .: name one exactly, e.g. {{}}/hidden/_y.jsonl"),
+        ("hidden/.?.jsonl", f"{ALL} that match begin with _ or .: name one exactly, e.g. {{}}/hidden/.z.jsonl"),
+        ("**/[_]y.jsonl", f"{ALL} that match begin with _ or .: name one exactly, e.g. {{}}/hidden/_y.jsonl"),
+        ("hidden/y*", "no file ending in .jsonl, .json, .csv, .parquet matches"),
+        ("hidden", f"{ALL} in the folder begin with _ or .: name one exactly, e.g. {{}}/hidden/.z.jsonl"),
         ("gone/*.jsonl", "no file ending in .jsonl, .json, .csv, .parquet matches"),
         ("empty", "there are no rows in it"),
         ("gone.jsonl", "no such file"),
@@ -280,7 +288,8 @@ def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path: Path) -> Non
 def test_an_address_without_usable_files_is_refused_before_ray_starts(
     tmp_path: Path, address: str, message: str
 ) -> None:
-    for name in ("mixed/a.csv", "mixed/b.jsonl", "none/a.txt", "empty/a.jsonl", "empty/b.jsonl", "notes.txt"):
+    files = "mixed/a.csv", "mixed/b.jsonl", "none/a.txt", "empty/a.jsonl", "empty/b.jsonl", "notes.txt"
+    for name in (*files, "hidden/_y.jsonl", "hidden/.z.jsonl", "hidden/notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("" if "empty" in name else "x")
     with pytest.raises(ConfigError) as refused:

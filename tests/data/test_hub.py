@@ -133,8 +133,10 @@ def test_a_folder_with_one_split_alone_is_read_whatever_name_it_recorded(
 ) -> None:
     both = datasets.Dataset.from_dict({"question": ["q", "p"], "answer": ["1", "2"]}, split="train")
     both.train_test_split(1)["test"].save_to_disk(tmp_path / "part")
+    datasets.Dataset.from_dict(both.to_dict(), split="train[:50%]").save_to_disk(tmp_path / "half")
     rows(3).save_to_disk(tmp_path / "none")
-    assert len(read(f"hf:{tmp_path}/none@train")) == 3
+    assert len(read(f"hf:{tmp_path}/none@train")) == len(read(f"hf:{tmp_path}/none@test")) == 3
+    assert len(read(f"hf:{tmp_path}/half@train")) == len(read(f"hf:{tmp_path}/half@train[:50%]")) == 2
     assert len(read(f"hf:{tmp_path}/part@train")) == len(read(f"hf:{tmp_path}/part")) == 1
     assert not caplog.messages
     assert len(read(f"hf:{tmp_path}/part@test")) == 1

@@ -64,6 +64,11 @@ def test_what_is_evaluated_on_may_be_chosen_anew(folder: Storage) -> None:
 def test_a_run_of_an_earlier_version_goes_on_without_a_record(folder: Storage) -> None:
     (folder / RECORD).delete()
     check_record(folder, *prompts("ptx"))
-    (folder / RECORD).write_text("[]")
-    with pytest.raises(ConfigError, match=r"prompts\.json is damaged: it is not what rlx wrote$"):
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", b"\xff\xfe{}"])
+def test_a_damaged_record_is_refused_in_one_line_with_its_file(content: bytes, folder: Storage) -> None:
+    (Path(folder.path) / RECORD).write_bytes(content)
+    with pytest.raises(ConfigError) as refused:
         check_record(folder, *prompts())
+    assert str(refused.value) == f"{folder.path}/{RECORD} is damaged: it is not what rlx wrote"

@@ -32,6 +32,8 @@ _CALLS = ("tool_calls", "function_call")
 _SAID = {"content", *_CALLS}
 _BEGUN = re.compile(rf'\s*\[\s*{{\s*"role"\s*:\s*"(?:{"|".join(_ROLES)})"\s*[,}}]')
 """how a conversation begins as JSON"""
+_LAST_OF_CUT = re.compile(r"(\w{0,5}|[-.])\s*")
+"""what JSON that is cut off outside of a plain string ends with, from where it cannot be read"""
 
 
 class ChatMessage(TypedDict):
@@ -199,7 +201,8 @@ def _from_json(cell: str) -> str | list[Any]:
     """The messages in a cell that is a conversation as JSON, as formats without lists have it; else the cell itself.
 
     Raises:
-        ValueError: it is a conversation as Python prints it, or begins as one in JSON and is none.
+        ValueError: it is a conversation as Python prints it, or begins as one in JSON, ends as one or within one, and
+            is none.
     """
     if not cell.lstrip().startswith("["):
         return cell
@@ -209,7 +212,7 @@ def _from_json(cell: str) -> str | list[Any]:
     try:
         found, reason = json.loads(cell), "a message of it has no role or no content"
     except (ValueError, RecursionError) as error:
-        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":  # a text about messages
+        if _is_about_messages(cell, error):
             return cell
         found, reason = [], f"malformed JSON: {error}"
     if found and all(isinstance(each, dict) and "role" in each and each.keys() & _SAID for each in found):
@@ -217,6 +220,16 @@ def _from_json(cell: str) -> str | list[Any]:
     if _BEGUN.match(cell):
         raise ValueError(f"a conversation cannot be read, {cell!r:.80}: {reason}")
     return cell
+
+
+def _is_about_messages(cell: str, error: Exception) -> bool:
+    """Whether a text that is no JSON goes on after what is like it: it does not end as messages do, or within them."""
+    is_cut = False
+    if isinstance(error, json.JSONDecodeError):
+        if error.msg == "Extra data":
+            return True
+        is_cut = error.msg.startswith("Unterminated string") or bool(_LAST_OF_CUT.fullmatch(cell, error.pos))
+    return not (is_cut or cell.rstrip().endswith(("]", "}")))
 
 
 def conversation(given: Sequence[Any]) -> list[ChatMessage]:

@@ -132,7 +132,7 @@ def find_files(address: str, setting: str) -> tuple[fs.FileSystem, list[PromptFi
     except OSError as error:
         raise ConfigError(f"{setting} {address}: {' '.join(str(error).split())}") from None
     found = place.prompt_files(infos)
-    if problem := _problem(found, kind, place):
+    if problem := _problem(found, kind, place) if found else _why_none(infos, kind, place):
         hints = where_looked(address) + _hub_name(address) if kind == fs.FileType.NotFound else ""
         raise ConfigError(f"{setting} {address}: {problem}{hints}")
     return place.filesystem, found
@@ -191,15 +191,27 @@ class _Place:
 
 def _problem(files: Sequence[PromptFile], kind: fs.FileType, place: _Place) -> str | None:
     """Returns why files cannot be used; None if they can."""
-    path = place.path
     suffixes = sorted({_suffix(file) for file in files})
-    known = ", ".join(FORMATS)
     if len(suffixes) > 1:
         return f"it has {' and '.join(suffixes)} files; name those of one format{_of_one_format(files, kind, place)}"
-    if files:
-        return None if any(file.size for file in files) else NO_ROWS
-    if kind == fs.FileType.Directory:
-        return f"the folder has no file ending in {known}{_below(place)}"
+    return None if any(file.size for file in files) else NO_ROWS
+
+
+def _why_none(infos: Sequence[fs.FileInfo], kind: fs.FileType, place: _Place) -> str:
+    """Returns why an address names no file that may have prompts.
+
+    Args:
+        infos: what is in its folder, or matches its glob.
+    """
+    path, known = place.path, ", ".join(FORMATS)
+    hidden = sorted(each.path for each in infos if _is_prompt_file(each))
+    is_folder = kind == fs.FileType.Directory
+    below = _below(place) if is_folder else ""
+    if hidden and not below:
+        which = f"all files ending in {known} {'in the folder' if is_folder else 'that match'} begin with _ or ."
+        return f"{which}: name one exactly, e.g. {place.prefix}{hidden[0]}{place.options}"
+    if is_folder:
+        return f"the folder has no file ending in {known}{below}"
     if _is_glob(path):
         return f"no file ending in {known} matches"
     if parsers.suffix_of(path) and kind == fs.FileType.NotFound:

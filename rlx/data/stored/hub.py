@@ -149,7 +149,8 @@ def _load(address: HubAddress) -> Any:
         return datasets.load_dataset(address.name, address.config, split=address.split or "train")
     loaded = datasets.load_from_disk(address.name)
     if isinstance(loaded, datasets.Dataset):
-        if address.split not in ("", recorded := str(loaded.split or "train")):  # a part has the name of its whole
+        recorded = str(loaded.split or "").partition("[")[0]  # a part has the name of its whole
+        if recorded and address.split not in ("", recorded, str(loaded.split)):
             says = "%s: the folder has one split alone, and says %r, not %r"
             _LOG.warning(says, address.name, recorded, address.split)
         return loaded
