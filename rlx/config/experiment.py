@@ -88,13 +88,19 @@ def followers(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def following_engines(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `followers` that say how many engines a run has and what each takes, with a message; none if the changes
-    are refused. Engines do not change what is computed, so that a run which goes on can have others."""
+    """Those of `followers` that say how many engines a run has and what each takes; none if the changes are refused.
+
+    Engines do not change what is computed, so that a run which goes on can have others.
+    """
     with suppress(ConfigError):
-        if engines := {key: value for key, value in followers(tree, changes).items() if key in ENGINES}:
-            _LOG.warning("defaults that follow what was given: %s", settings_text(engines))
-            return engines
+        return {key: value for key, value in followers(tree, changes).items() if key in ENGINES}
     return {}
+
+
+def tell_followers(values: Mapping[str, Any]) -> None:
+    """Says which settings have followed others, if any have."""
+    if values:
+        _LOG.warning("defaults that follow what was given: %s", settings_text(values))
 
 
 def settings_text(values: Mapping[str, Any]) -> str:
@@ -103,10 +109,14 @@ def settings_text(values: Mapping[str, Any]) -> str:
 
 
 def keys_at_default(tree: Mapping[str, Any]) -> list[str]:
-    """The settings of a config tree that have the defaults that follow its other settings."""
+    """The settings of a config tree that have the defaults that follow its other settings.
+
+    Those of engines are among them together or not at all: who chose what one takes has chosen how many.
+    """
     values = flatten(from_tree(dict(tree)))
     follow = [key for key, field in settings().items() if field.default_factory_takes_validated_data]
-    return [key for key in (*follow, *FOLLOWING) if _is_at_default(tree, key, values[key])]
+    found = [key for key in (*follow, *FOLLOWING) if _is_at_default(tree, key, values[key])]
+    return found if set(found).issuperset(ENGINES) else [key for key in found if key not in ENGINES]
 
 
 def without(tree: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:

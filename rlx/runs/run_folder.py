@@ -15,7 +15,7 @@ from pathlib import PurePath
 from typing import Any, TypeVar
 
 from rlx.config.errors import ConfigError, nearest, one_line
-from rlx.config.experiment import following_engines
+from rlx.config.experiment import following_engines, tell_followers
 from rlx.config.loading import from_tree, parse_yaml, with_overrides
 from rlx.config.run import RunConfig
 from rlx.config.sections.base import differences, flatten
@@ -221,11 +221,13 @@ def saved_run(
         if not (trust or signatures.is_own_folder(folder, saved)):
             refuse_powers(name, folder, saved, overrides)
         tree = _as_it_began(saved) | {"name": name, "storage": storage}
-        changes = {**following_engines(tree, overrides), **overrides, "name": name}
+        engines = following_engines(tree, overrides)
+        changes = {**engines, **overrides, "name": name}
         config = from_tree(with_overrides(tree, changes), f"run {name}", overrides, giver)
         check_resumable(config, from_tree(tree))
         if (metrics := finished_metrics(folder, config.train.steps)) is None:
             _check_checkpoints(folder)
+            tell_followers(engines)
         yield config, folder, metrics
 
 

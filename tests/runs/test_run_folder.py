@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,7 @@ def test_a_run_of_before_goes_on_with_its_own_settings(tmp_path: Path) -> None:
         ({"rollout.tensor_parallel": 2}, 2, {"CPU": 1.0, "GPU": 2.0}),
     ],
 )
-def test_engines_that_nobody_gave_follow_what_a_resume_changes(
+def test_engines_with_their_defaults_follow_what_a_resume_changes(
     changes: dict[str, Any], engines: int, each: dict[str, float], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made(tmp_path / "runs" / "a", scaling__use_gpu=True, scaling__num_workers=4, train__prompts_per_step=32)
@@ -138,6 +138,28 @@ def test_engines_that_nobody_gave_follow_what_a_resume_changes(
     moved = engines != 4 or "GPU" not in each
     own = "rollout.num_engines" in changes
     assert caplog.text.count("defaults that follow what was given: rollout.") == (moved and not own)
+
+
+@pytest.mark.parametrize("each", [{"CPU": 1.0, "GPU": 0.5}, {"CPU": 0.5, "GPU": 0.0}])
+def test_engines_stay_on_a_resume_if_what_one_takes_was_given(
+    each: dict[str, float], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made(tmp_path / "runs" / "a", scaling__use_gpu=True, rollout__resources_per_engine=each)
+    with run_folder.saved_run("a", str(tmp_path), {"scaling.num_workers": 4}, trust=True) as (config, _, _):
+        assert (config.rollout.num_engines, config.rollout.resources_per_engine) == (1, each)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("changes", [{"seed": 5}, {"train.steps": 15}], ids=["refused", "finished"])
+def test_engines_of_a_run_that_does_not_go_on_are_not_spoken_of(
+    changes: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = made(tmp_path / "runs" / "a", scaling__use_gpu=True)
+    (folder / "result.json").write_text(json.dumps({"step": 15}))
+    given = {"scaling.num_workers": 2, **changes}
+    with suppress(ConfigError), run_folder.saved_run("a", str(tmp_path), given, trust=True) as (config, _, metrics):
+        assert metrics and config.rollout.num_engines == 2
+    assert not caplog.messages
 
 
 def test_a_relative_folder_becomes_an_address_that_holds_anywhere(
