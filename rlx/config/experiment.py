@@ -111,12 +111,13 @@ def settings_text(values: Mapping[str, Any]) -> str:
 def keys_at_default(tree: Mapping[str, Any]) -> list[str]:
     """The settings of a config tree that have the defaults that follow its other settings.
 
-    Those of engines are among them together or not at all: who chose what one takes has chosen how many.
+    The number of engines is among them only with what each takes: who chose the one has chosen the other.
     """
     values = flatten(from_tree(dict(tree)))
     follow = [key for key, field in settings().items() if field.default_factory_takes_validated_data]
     found = [key for key in (*follow, *FOLLOWING) if _is_at_default(tree, key, values[key])]
-    return found if set(found).issuperset(ENGINES) else [key for key in found if key not in ENGINES]
+    number, taken = ENGINES
+    return [key for key in found if key != number or taken in found]
 
 
 def without(tree: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:

@@ -97,7 +97,11 @@ def test_the_settings_that_may_follow_others_are_all_known() -> None:
         ({"scaling__use_gpu": True, "model__dtype": "float32"}, {"scaling.use_gpu": False}, {ENGINE: {"CPU": 0.5}}),
         ({"scaling__use_gpu": True}, {"scaling.num_workers": 4, "parallel.tp": 2}, {"rollout.num_engines": 4}),
         ({"scaling__use_gpu": True, "rollout__num_engines": 3}, {"scaling.num_workers": 4}, {}),
-        ({"rollout__num_engines": 3}, {"scaling.use_gpu": True}, {"model.dtype": "bfloat16"}),
+        (
+            {"rollout__num_engines": 3},
+            {"scaling.use_gpu": True},
+            {"model.dtype": "bfloat16", ENGINE: {"CPU": 1.0, "GPU": 1.0}},
+        ),
         ({"scaling__use_gpu": True, f"{ENGINE}.GPU": 0.5}, {"scaling.num_workers": 4}, {}),
         (
             {"scaling__use_gpu": True},
