@@ -29,8 +29,8 @@ from typing import Any
 from rlx.rewards.sandbox import walls
 
 _START_S = 600.0  # for what the code imports and loads
-_MARGIN_S = 30.0
 _END_S = 1.0  # for a process that ends by itself once its pipe is closed
+_LEFT_S = 5.0  # the same, where its caller has ended and waits for nothing
 _MEMORY_LIMIT = 4 << 30  # bytes, of one forked process
 _SHORT_S = 0.1  # of the first attempt at an item
 _WAITING = 10  # an item may take so many times longer by the clock than it may compute
@@ -69,10 +69,12 @@ class ChildProcess:
 
     def _start(self) -> None:
         self._pipe, child_end = multiprocessing.Pipe()
-        with child_end:
+        watch_end, self._watched = multiprocessing.Pipe(duplex=False)
+        with child_end, watch_end:
+            ends = [child_end.fileno(), watch_end.fileno()]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(child_end.fileno())],
-                pass_fds=[child_end.fileno()],
+                [sys.executable, "-P", "-m", __name__, *map(str, ends)],
+                pass_fds=ends,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
                 start_new_session=True,  # Ctrl-C does not reach it: it ends when the pipe is closed
             )
@@ -97,7 +99,7 @@ class ChildProcess:
                 if not self._is_ready:
                     self._receive(_START_S)
                     self._is_ready = True
-                self._pipe.send((argument, timeout_s))
+                self._pipe.send(argument)
                 return self._receive(timeout_s)
             except (EOFError, OSError):
                 raise ChildError(f"ended its process ({self._end()})") from None
@@ -117,12 +119,13 @@ class ChildProcess:
         """Ends the process and what it has started; returns how it ended."""
         assert self._process
         self._pipe.close()
+        self._watched.close()
         with suppress(ChildProcessError, ProcessLookupError):  # somebody else has waited for it
             _wait_for_end(self._process.pid, _END_S)
             os.kill(self._process.pid, signal.SIGKILL)
             os.killpg(self._process.pid, signal.SIGTERM)
         code = self._process.wait()
-        _end_group(self._process.pid)
+        _end_group(self._process.pid, _END_S)
         self._process = None
         return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
@@ -140,12 +143,12 @@ def _wait_for_end(process: int, seconds: float) -> None:
         time.sleep(0.01)
 
 
-def _end_group(group: int) -> None:
-    """Ends the processes of a group that got SIGTERM and go on for more than a second after their leader.
+def _end_group(group: int, seconds: float) -> None:
+    """Ends the processes of a group once so long has passed or no other one runs; this one too, if it is of the group.
 
     Python's resource tracker takes no SIGTERM: it ends by itself, once it has removed the shared memory of the others.
     """
-    end = time.monotonic() + _END_S
+    end = time.monotonic() + seconds
     while _is_running(group) and time.monotonic() < end:
         time.sleep(0.01)
     with suppress(ProcessLookupError):
@@ -153,11 +156,14 @@ def _end_group(group: int) -> None:
 
 
 def _is_running(group: int) -> bool:
-    """Whether a process of a group runs; one that has ended may be there for long, until PID 1 of a container waits."""
+    """Whether a process of a group runs that is not this one.
+
+    One that has ended may still be there for long, until PID 1 of a container waits.
+    """
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile
             state, _, its_group, *_ = file.read_text(errors="replace").rpartition(")")[2].split()
-            if int(its_group) == group and state not in "ZX":
+            if int(its_group) == group and state not in "ZX" and file.parent.name != str(os.getpid()):
                 return True
     return False
 
@@ -171,12 +177,34 @@ def _serve(pipe: Connection) -> None:
         is_good, made = _outcome(pipe.recv())
         pipe.send((is_good, None if is_good else made))
         while is_good:
-            argument, timeout_s = pipe.recv()
-            # If the caller has been killed meanwhile, nobody else ends a call that never returns.
-            signal.setitimer(signal.ITIMER_REAL, timeout_s + _MARGIN_S if timeout_s else 0.0)
-            outcome = _outcome(made, argument)
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-            pipe.send(outcome)
+            pipe.send(_outcome(made, pipe.recv()))
+
+
+def _start_watch(caller: Connection, pipe: Connection) -> None:
+    """Starts a process that ends the group of this one after the caller, whatever the function does.
+
+    No thread and no signal handler would: a function may hold the interpreter's lock for ever.
+
+    Args:
+        caller: closed at its other end when the caller ends.
+        pipe: which only this process keeps, so that the caller sees its end.
+    """
+    with caller:
+        if starter := os.fork():
+            os.waitpid(starter, 0)  # the other one is not a child of this process, in which a function may wait for all
+            return
+        try:
+            if not os.fork():
+                pipe.close()
+                _watch(caller)
+        finally:
+            os._exit(0)
+
+
+def _watch(caller: Connection) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which the others get first
+    caller.poll(None)
+    _end_group(os.getpgrp(), _LEFT_S)
 
 
 def _end_others() -> None:
@@ -284,4 +312,6 @@ def _computed() -> float:
 
 
 if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))
+    serve_end, watch_end = (Connection(int(file)) for file in sys.argv[1:])
+    _start_watch(watch_end, serve_end)
+    _serve(serve_end)

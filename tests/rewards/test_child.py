@@ -1,11 +1,14 @@
 """Calls in a child process, and many items with a limit each."""
 
+import ctypes
 import functools
 import multiprocessing
 import os
+import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -78,6 +81,32 @@ def sharing() -> Any:
         return memory.name
 
     return share
+
+
+def lingering() -> Any:
+    """A function with a thread that the interpreter waits for, and a process that takes no SIGTERM."""
+    threading.Thread(target=time.sleep, args=[987]).start()
+    subprocess.Popen(["sh", "-c", "trap '' TERM; exec sleep 987"])
+    return lambda what: os.getpid()
+
+
+def holding() -> Any:
+    """A function that starts a process, and holds the interpreter's lock if it is asked to."""
+
+    def hold(what: str) -> None:
+        subprocess.Popen(["sleep", "987"])
+        if what != "return":
+            ctypes.PyDLL(None).sleep(987)
+
+    return hold
+
+
+def waiting() -> Any:
+    """A function that waits for all children of its process."""
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+    return lambda what: what
 
 
 def impossible() -> Any:
@@ -161,6 +190,12 @@ def test_a_function_with_shared_memory_leaves_none(tmp_path: Path) -> None:
     assert not [name for name in (returned, (tmp_path / "name").read_text()) if Path("/dev/shm", name).exists()]
 
 
+def test_a_function_has_no_child_that_it_did_not_start() -> None:
+    child = ChildProcess(waiting)
+    assert child.call("done", 20.0) == "done"
+    child.close()
+
+
 LEAVE = """
 from rlx.rewards.child import ChildProcess
 from tests.rewards.test_child import {function}
@@ -169,7 +204,7 @@ print(ChildProcess({function}).call("return"), flush=True)
 """
 
 
-@pytest.mark.parametrize("function", ["starting", "pooling"])
+@pytest.mark.parametrize("function", ["starting", "pooling", pytest.param("lingering", marks=pytest.mark.slow)])
 def test_what_a_function_starts_ends_with_a_caller_that_closes_nothing(function: str) -> None:
     """It would hold the caller's output open: reading that would not end."""
     command = [sys.executable, "-c", LEAVE.format(function=function)]
@@ -178,29 +213,22 @@ def test_what_a_function_starts_ends_with_a_caller_that_closes_nothing(function:
 
 
 ABANDON = """
-import functools, os, threading, time
-from rlx.rewards import child
-from tests.rewards.test_child import counting
+import os, signal, threading
+from rlx.rewards.child import ChildProcess
+from tests.rewards.test_child import holding
 
-child._MARGIN_S = 1.0
-there = child.ChildProcess(functools.partial(counting, 5))
-there.call("a")
-threading.Thread(target=lambda: (time.sleep(1), os._exit(0))).start()
-print(there._process.pid, flush=True)
-there.call("sleep", {limit})
+there = ChildProcess(holding)
+there.call("return")
+threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+there.call("hold", 300.0)
 """
 
 
-@pytest.mark.slow  # two processes that import much, one after the other
-def test_a_call_that_never_returns_ends_after_its_caller_was_killed() -> None:
-    command = [sys.executable, "-c", ABANDON.format(limit=5.0)]
-    pid = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    os.kill(pid, 0)  # it is there
-    end = time.monotonic() + 40
-    with suppress(FileNotFoundError):
-        while ") Z" not in Path(f"/proc/{pid}/stat").read_text() and time.monotonic() < end:
-            time.sleep(0.2)
-    assert time.monotonic() < end
+@pytest.mark.slow  # it waits until the watching process does not wait any more
+def test_a_call_that_never_returns_ends_with_what_it_started_after_its_caller_was_killed() -> None:
+    """Reading the output, which all of them hold open, would not end."""
+    ended = subprocess.run([sys.executable, "-c", ABANDON], stdout=subprocess.PIPE, timeout=60)
+    assert ended.returncode == -signal.SIGKILL
 
 
 def worked(item: float) -> float:
