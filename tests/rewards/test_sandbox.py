@@ -563,30 +563,75 @@ def test_answers_without_tests_are_refused_before_the_start(answer: str) -> None
         scoring.try_functions(config(), [Prompt(6, (), "?", PAIRS), Prompt(7, (), "?", answer)])
 
 
-@pytest.mark.parametrize(
-    ("imported", "test", "module"),
-    [
-        ("import pytest", "def test_f():\n    with pytest.raises(ValueError): f(-1)", "pytest"),
-        ("import math, numpy.linalg as la", "assert la.norm(f(1)) == 1", "numpy"),
-        ("import Stack", "assert Stack().size() == 0", None),  # the program's
-        ("import numpy as np", "def test_f():\n    np = f(1)\n    assert np == 1", None),
-        ("import pytest", "assert f(1) == 1", None),
-        ("from main import f", "assert f(1) == 1", None),
-        ("import os.path, solution as s, program", "assert s.f(1) == program.f(1) == os.path.sep", None),
-        ("try: import numpy\nexcept ImportError: numpy = None", "assert numpy or f(1)", None),
-    ],
-)
-def test_tests_that_use_a_module_that_is_not_there_are_refused_before_the_start(
-    imported: str, test: str, module: str | None
+EVAL_PLUS = """
+import numpy as np
+
+def is_floats(x) -> bool:
+    return isinstance(x, float) or isinstance(x, np.ndarray) and x.dtype == np.float64
+
+def assertion(out, exp):
+    if out != exp and is_floats(exp):
+        assert np.allclose(out, exp)
+    else:
+        assert out == exp
+
+for given, wanted in [(1, 2), (5, 6)]:
+    assertion(f(given), wanted)
+"""
+PASSED = {
+    "the form of EvalPlus": EVAL_PLUS,
+    "a helper that is not called": "import numpy as np\ndef zeros():\n    return np.zeros(3)\nassert f(1) == 2",
+    "or": "import numpy as np\nassert f(1) == 2 or np.isclose(f(1), 2)",
+    "if": "import numpy as np\nassert f(1) == 2 if f(1) else np.isclose(f(1), 2)",
+    "a fixture": "import pytest\n@pytest.fixture\ndef one():\n    return 1\ndef test_f():\n    assert f(1) == 2",
+    "try": "import numpy as np\ntry: assert np.isclose(f(1), 2)\nexcept NameError: assert f(1) == 2",
+    "a message": "import numpy as np\nassert f(1) == 2, np.array([2])",
+    "a comparison after another": "import numpy as np\nassert not f(1) < 2 < np.inf",
+    "an early end": "import numpy as np\ndef test_f():\n    if f(1) == 2: return\n    assert np.isclose(f(1), 2)",
+    "a generator": "import pytest\ndef test_f():\n    pytest.skip()\n    yield\nassert f(1) == 2",
+    "a replaced test": "import pytest\ndef test_f():\n    pytest.fail()\ndef test_f():\n    assert f(1) == 2",
+    "a variable": "import numpy as np\ndef test_f():\n    np = f(1)\n    assert np == 2",
+    "its own module": "import numpy\nfrom solution import f as numpy\nassert numpy(1) == 2",
+    "an import that may fail": "try: import numpy\nexcept ImportError: numpy = None\nassert numpy or f(1) == 2",
+    "a name of the program": "from numpy import f\nimport Stack\nassert f(1) == 2",
+    "modules of Python": "import os.path, solution as s, program\nassert s.f(1) == program.f(1) == 1 + len(os.sep)",
+}
+
+
+@pytest.mark.parametrize("tests", PASSED.values(), ids=PASSED)
+def test_tests_that_a_right_program_passes_are_taken(namespaces: Sandbox, tests: str) -> None:
+    passed = verdicts(namespaces, "def f(x):\n    return x + 1", tests).passed
+    assert passed and all(passed)
+    scoring.try_functions(config(), [Prompt(7, (), "?", tests)])
+
+
+PYTEST = "import pytest\ndef test_f():\n    x = -1\n    with pytest.raises(ValueError): f(x)"
+FAILED = {
+    "a context": (PYTEST, "pytest"),
+    "a part of it": ("import math, numpy.linalg as la\nassert 1 == la.norm(f(1))", "numpy"),
+    "a loop": ("import torch\nfor x in torch.ones(3):\n    f(x)", "torch"),
+    "an import": ("def test_f():\n    from numpy.testing import assert_equal\n    assert_equal(f(1), 2)", "numpy"),
+    "a decorator": ("import pytest\n@pytest.mark.slow\ndef test_f():\n    assert f(1) == 2", "pytest"),
+    "a deep one": ("import numpy as np\nassert np.e + " + " + ".join(["f(1)"] * 1500), "numpy"),
+}
+
+
+@pytest.mark.parametrize(("tests", "package"), FAILED.values(), ids=FAILED)
+def test_tests_that_no_program_passes_are_refused_before_the_start(
+    namespaces: Sandbox, tests: str, package: str
 ) -> None:
-    prompts = [Prompt(7, (), "?", f"{imported}\n{test}")]
-    if module is None:
-        scoring.try_functions(config(), prompts)
-        return
-    problem = rf"reward code: the answer of prompt 7 uses {module} in its tests: no program passes all of them, since"
-    with pytest.raises(ConfigError, match=problem):
+    assert not any(verdicts(namespaces, "def f(x):\n    return x + 1", tests).passed)
+    for how in ("all", "share"):
+        with pytest.raises(ConfigError, match=f"the answer of prompt 7 uses {package} in 1 of its 1 tests, which no"):
+            scoring.try_functions(config(code_score=how), [Prompt(7, (), "?", tests)])
+
+
+def test_where_a_share_counts_one_test_may_need_a_package(caplog: pytest.LogCaptureFixture) -> None:
+    prompts = [Prompt(7, (), "?", f"{PYTEST}\nassert f(1) == 2")]
+    with pytest.raises(ConfigError, match=r"uses pytest in 1 of its 2 tests.*\(--reward.code-score share pays for"):
         scoring.try_functions(config(), prompts)
     scoring.try_functions(config(code_score="share"), prompts)
+    assert caplog.messages == ["reward code: tests import pytest, which the sandbox lacks: those that use it fail"]
 
 
 @pytest.mark.parametrize("answer", ["assert f(1) == '\\d'", PAIRS])

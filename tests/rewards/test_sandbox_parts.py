@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from rlx.config.sections.reward import RewardConfig
 from rlx.rewards.sandbox import pool, reward, seccomp, watch
-from rlx.rewards.sandbox.inside.unit_tests import count_tests
+from rlx.rewards.sandbox.inside.unit_tests import find_tests
 from rlx.rewards.sandbox.inside.values import decode, encode
 from rlx.rewards.sandbox.pool import Limits, Sandbox, SandboxError
 
@@ -261,7 +261,7 @@ def test_what_is_no_value_is_an_error(data: Any) -> None:
 def test_what_counts_as_a_test(source: str, count: int) -> None:
     import ast
 
-    assert count_tests(ast.parse(source)) == count
+    assert len(find_tests(ast.parse(source))) == count
 
 
 # ---------------------------------------------------------------------------------------------------------------------

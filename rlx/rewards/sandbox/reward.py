@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections.reward import RewardConfig
-from rlx.rewards.sandbox.inside.unit_tests import count_tests, missing_module
+from rlx.rewards.sandbox.packages import imported_packages, missing_packages
 from rlx.rewards.sandbox.pool import Limits, Program, Ran, Sandbox, SandboxError
 from rlx.types import MarkedScores, Prompt, Response
 
@@ -57,10 +57,16 @@ def _is_pair(row: object) -> bool:
 
 
 def check_answers(prompts: Sequence[Prompt], config: RewardConfig) -> None:
-    """Raises ConfigError for the first prompt whose answer holds no tests, or some that no program passes."""
+    """Raises ConfigError for the first prompt whose answer holds no tests, or some that no program passes.
+
+    It warns of packages that the sandbox lacks, if tests import them that may pass all the same.
+    """
     for prompt in prompts:
         if problem := _problem(prompt.answer, config):
             raise ConfigError(f"reward code: the answer of prompt {prompt.id} {problem}")
+    if packages := {package for prompt in prompts for package in imported_packages(_tree(Tests.of(prompt.answer)))}:
+        names = ", ".join(sorted(packages))
+        _LOG.warning("reward code: tests import %s, which the sandbox lacks: those that use it fail", names)
 
 
 def check_tests(answer: str, config: RewardConfig) -> None:
@@ -73,17 +79,26 @@ def _problem(answer: str, config: RewardConfig) -> str | None:
     """What is wrong with the tests in an answer; None if nothing is."""
     try:
         tests = Tests.of(answer)
-        with warnings.catch_warnings():  # Python tells of each unknown escape in a text
-            warnings.simplefilter("ignore")
-            tree = ast.parse(tests.asserts, "tests")
+        tree = _tree(tests)
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
         return f"holds no tests: {' '.join(str(error).split()) or type(error).__name__}"
-    if config.code_score == "all" and (module := missing_module(tree)):
-        return (
-            f"uses {module} in its tests: no program passes all of them, since only Python's own modules are there "
-            "(--reward.code-score share pays for the others)"
-        )
-    return None if tests.pairs or count_tests(tree) else "holds no tests: Python without a test"
+    missing = missing_packages(tree)
+    if not tests.pairs and not missing:
+        return "holds no tests: Python without a test"
+    packages = [package for package in missing if package]
+    if not packages or (config.code_score == "share" and len(packages) < len(missing)):
+        return None
+    others = " (--reward.code-score share pays for the others)" if len(packages) < len(missing) else ""
+    return (
+        f"uses {packages[0]} in {len(packages)} of its {len(missing)} tests, which no program passes, since only "
+        f"Python's own modules are there{others}"
+    )
+
+
+def _tree(tests: Tests) -> ast.Module:
+    with warnings.catch_warnings():  # Python tells of each unknown escape in a text
+        warnings.simplefilter("ignore")
+        return ast.parse(tests.asserts, "tests")
 
 
 def program_in(text: str) -> str:

@@ -16,8 +16,6 @@ from rlx.rewards.sandbox.inside.values import MUTABLE, Wire, decode, encode, own
 
 _NAMES_OF_PROGRAM = ("solution", "program")
 """the modules that are the program where tests import them"""
-_PACKAGES = ("hypothesis", "numpy", "pandas", "parameterized", "pytest", "requests", "scipy", "sklearn", "sympy")
-"""what is not Python's own, and that no program defines"""
 
 
 class ProgramError(Exception):
@@ -114,7 +112,7 @@ class TestSide:
         """
         tree = ast.parse(source)
         functions = [each.name for each in tree.body if isinstance(each, ast.FunctionDef) and _is_test_function(each)]
-        report(f"{count_tests(tree)}\n")
+        report(f"{len(find_tests(tree))}\n")
         _assert_comparisons(tree)
         self._take_names(_names_in(tree))
         for statement in tree.body:
@@ -211,23 +209,9 @@ def _names_in(tree: ast.Module) -> list[str]:
     return sorted(used | {each.name for each in nodes if isinstance(each, ast.alias)})
 
 
-def count_tests(tree: ast.Module) -> int:
-    """How many tests a module of unit tests has."""
-    return sum(_is_test(each) or _is_test_function(each) for each in tree.body)
-
-
-def missing_module(tree: ast.Module) -> str | None:
-    """An installed package that tests import at the top and use, but do not have; None if there is none.
-
-    What they import from it is no matter, and neither is any other module: the program may define those names.
-    """
-    imports = [name for each in tree.body if isinstance(each, ast.Import) for name in each.names]
-    roots = {name.asname or root: root for name in imports if (root := name.name.partition(".")[0]) in _PACKAGES}
-    nodes = list(ast.walk(tree)) if roots else []
-    own = {each.id for each in nodes if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
-    own |= {each.arg for each in nodes if isinstance(each, ast.arg)}
-    used = {each.id for each in nodes if isinstance(each, ast.Name)}
-    return next((root for name, root in roots.items() if name in used - own), None)
+def find_tests(tree: ast.Module) -> list[ast.stmt]:
+    """The statements and functions of a module of unit tests that are its tests."""
+    return [each for each in tree.body if _is_test(each) or _is_test_function(each)]
 
 
 def _is_test(statement: ast.stmt) -> bool:
