@@ -36,6 +36,14 @@ Utterance = Mapping[str, str]
 """one message of a chat: its role and its content, and the name of the tool that it is from, if any"""
 
 
+def sendable(text: str) -> str:
+    """A text, also one of a subclass, as Python's own type and without halves of characters.
+
+    JSON and names of files can make such halves; no tokenizer takes them, and nothing that writes UTF-8.
+    """
+    return str.encode(text, "utf-8", "replace").decode()
+
+
 class Phase(str):
     """A message that says what a start does from now on; the next one, or the first step, says that it is done."""
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias, cast
 
 from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.rewards.custom import module_here
-from rlx.types import TaskRow, Utterance
+from rlx.types import TaskRow, Utterance, sendable
 
 Said: TypeAlias = "str | Utterance | Sequence[Utterance]"
 """what an environment says: text, which becomes a message of the user, or messages of a chat"""
@@ -130,13 +130,13 @@ def tool_methods(found: type[Any]) -> dict[str, Callable[..., Any]]:
 
 
 def messages_of(said: Any, role: str = "user") -> tuple[Utterance, ...]:
-    """What an environment has said as messages.
+    """What an environment has said as messages, which are the same when they are read from JSON.
 
     Raises:
         TypeError: it is neither text nor messages.
     """
     if isinstance(said, str):
-        return ({"role": role, "content": said},)
+        return ({"role": role, "content": sendable(said)},)
     given = [said] if isinstance(said, Mapping) else said
     if not isinstance(given, Sequence):
         raise TypeError(f"an observation is text or messages, not {type(said).__name__}")
@@ -145,21 +145,18 @@ def messages_of(said: Any, role: str = "user") -> tuple[Utterance, ...]:
             raise TypeError("a message has a role and a content")
         if not isinstance(message.get("content"), str):
             raise TypeError(f"the content of a message is text, not {type(message.get('content')).__name__}")
-    return tuple({key: _checked(key, value) for key, value in message.items()} for message in given)
+    return tuple(dict(_checked(key, value) for key, value in message.items()) for message in given)
 
 
-def _checked(key: str, value: Any) -> Any:
-    """A field of a message, which checkpoints and pages keep as JSON."""
+def _checked(key: Any, value: Any) -> tuple[str, Any]:
+    """A field of a message as JSON gives it back: checkpoints and pages keep it so, and it is compared with them."""
+    if not isinstance(key, str):
+        raise TypeError(f"the names of a message's fields are text, not {type(key).__name__} {key!r:.80}")
     if isinstance(value, str):
-        return sendable(value)
+        return sendable(key), sendable(value)
     try:
-        json.dumps(value, allow_nan=False)  # JSON has no inf, and a nan is no answer that can be repeated
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)  # JSON has no inf, and no nan is repeated
     except (TypeError, ValueError):
         kind = f"{type(value).__name__} {value!r:.80}"
         raise TypeError(f"the field {key} of a message is not JSON but {kind}") from None
-    return value
-
-
-def sendable(value: Any) -> Any:
-    """A text without halves of characters, which JSON can make and no tokenizer takes."""
-    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+    return sendable(key), json.loads(sendable(text))

@@ -5,6 +5,7 @@ import json
 import re
 import statistics
 import sys
+import threading
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,34 @@ def test_an_observation_is_text_or_messages() -> None:
     for wrong in (5, [5], [{"role": "user"}], {"content": "a"}):
         with pytest.raises(TypeError, match="message"):
             messages_of(wrong)
+
+
+class Node(str):
+    """A text as parsers of HTML return it: with what cannot be pickled, and with a meaning for templates."""
+
+    def __init__(self, text: str) -> None:
+        self.lock = threading.Lock()
+
+    def __html__(self) -> str:
+        raise AssertionError("a template that escapes asks for it")
+
+
+@pytest.mark.parametrize(
+    "said", [Node("a\ud83d"), {Node("role"): Node("user"), "content": Node("a\ud83d")}], ids=["text", "message"]
+)
+def test_texts_are_plain_and_whole_in_either_form(said: Any) -> None:
+    (message,) = messages_of(said)
+    assert message == {"role": "user", "content": "a?"}
+    assert {type(text) for each in message.items() for text in each} == {str}
+
+
+def test_fields_of_a_message_are_as_json_gives_them_back() -> None:
+    further = {"tags": ("x", Node("y\udcff")), "of": {1: True}}
+    (message,) = messages_of({"role": "user", "content": "a", **further})
+    assert message == {"role": "user", "content": "a", "tags": ["x", "y?"], "of": {"1": True}}
+    assert json.loads(json.dumps(message)) == message
+    with pytest.raises(TypeError, match="names of a message's fields are text, not int 1"):
+        messages_of({"role": "user", "content": "a", 1: 2})
 
 
 @pytest.mark.parametrize(

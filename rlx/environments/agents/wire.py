@@ -12,7 +12,6 @@ from typing import Any
 
 from aiohttp import web
 
-from rlx.environments.base import sendable
 from rlx.types import TurnLength, Utterance
 
 MODEL = "policy"
@@ -106,8 +105,8 @@ def _message(given: Any) -> Utterance:
         if given.get(part):
             raise RefusedRequest(f"messages: {part}: not served; write calls in the content")
     name = given.get("name")
-    named = {"name": sendable(name)} if isinstance(name, str) else {}
-    return {"role": role, **named, "content": sendable(content)}
+    named = {"name": name} if isinstance(name, str) else {}
+    return {"role": role, **named, "content": content}
 
 
 def stripped(messages: Sequence[Utterance]) -> list[Utterance]:
