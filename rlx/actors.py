@@ -21,6 +21,8 @@ from typing import Any, cast
 import ray
 from ray import cloudpickle
 
+from rlx.config.errors import message_of
+
 _CALL_S = 0.5
 """Ray answers at once for an actor that it will not start again"""
 _UNFETCHED_S = 600.0
@@ -39,8 +41,12 @@ class CallFailedError(CallError):
     """The called method raised an error."""
 
     def __init__(self, actor: str, cause: BaseException) -> None:
-        super().__init__(f"{actor} failed: {cause}")
+        super().__init__(actor, cause)  # what it is made of: it is pickled where a worker raises it
         self.cause = cause
+
+    def __str__(self) -> str:
+        actor, cause = self.args
+        return f"{actor} failed: {message_of(cause)}"
 
 
 class ActorDiedError(CallError):
@@ -262,7 +268,7 @@ def _packed_error(error: Exception) -> bytes:
         packed = _packed(error)
         pickle.loads(packed)
     except Exception:
-        return _packed(RuntimeError(f"{type(error).__name__}: {error}"))
+        return _packed(RuntimeError(f"{type(error).__name__}: {message_of(error)}"))
     return packed
 
 

@@ -52,6 +52,7 @@ SAME_FLOOR: Mapping[tuple[str, str], str] = {
     ("data", "rewards"): "a generator's own scorer runs in the child processes in which users' reward functions do; "
     "expected answers are found in cells as answers are in completions",
     ("samples", "storage"): "completions lie where the run does, and a thread writes them as checkpoints are written",
+    ("actors", "config"): "what an error says is made text in one way, also where that raises",
     ("environments", "rewards"): "programs of the policy run in the sandbox in which rewards run them",
     ("data", "storage"): "prompt files lie where runs do, and there is one way to open S3 with its keys and timeouts",
     ("__main__", "cli"): "`python -m rlx` is the command",

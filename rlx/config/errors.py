@@ -195,9 +195,17 @@ class ConfigError(ValueError):
         super().__init__(" ".join(message.splitlines()))  # keys and paths may contain line breaks
 
 
+def message_of(error: BaseException) -> str:
+    """The message of an error, or the name of its type where making the message raises in turn."""
+    try:
+        return str(error)
+    except Exception:
+        return type(error).__name__
+
+
 def one_line(error: BaseException, limit: int | None = None) -> str:
     """The message of an error without line breaks, or its first `limit` characters."""
-    return " ".join(str(error).split())[:limit]
+    return " ".join(message_of(error).split())[:limit]
 
 
 def shortened(value: Any) -> str:

@@ -63,6 +63,7 @@ class Reply:
     is_late: bool = False  # the call took longer than it may
     is_stuck: bool = False  # its process has to be replaced: the call goes on for ever, or memory has run out
     is_unknown: bool = False  # no episode has the key: the process was started anew
+    is_final: bool = False  # the call would come to the same if it were made again
 
     @property
     def error(self) -> EnvironmentFailed:

@@ -17,7 +17,8 @@ from typing import Any
 
 import ray
 
-from rlx.actors import ActorDiedError, BulkCalls, CallTimeoutError, is_dead
+from rlx.actors import ActorDiedError, BulkCalls, CallFailedError, CallTimeoutError, is_dead
+from rlx.config.errors import one_line
 from rlx.environments.host import Action, Beginning, EnvironmentHost, Host, HostLost, HostSettings, Reply
 from rlx.environments.second import SecondInstance
 from rlx.types import EnvironmentFailed, FailureKind, Notify, Observation, TaskRow, TurnLength
@@ -73,6 +74,10 @@ class ActorHost:
         except ActorDiedError as error:
             self._has_answered, self._is_dead = False, True
             raise HostLost(str(error)) from None
+        except CallFailedError as error:  # it answered, with what cannot travel
+            cause = error.cause
+            reply = Reply(failure=f"raised {type(cause).__name__}: {one_line(cause, 300)}", is_final=True)
+            returned = [reply] if method in ("repeat", "forget") else reply
         self._has_answered = True
         return returned
 
@@ -253,7 +258,7 @@ class EnvironmentPool:
                         record.observations.append(reply.observation)
                         return replace(reply.observation, retries=self.retries + 1 - left)
                     failed, record.is_whole = self._noted(record.host, life, reply), False
-                    left -= 1
+                    left -= left if reply.is_final else 1
                 except HostLost as lost:
                     failed = EnvironmentFailed(str(lost), "died")
                     left -= self._replace(record.host, life, str(lost))

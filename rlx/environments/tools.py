@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlx.config.errors import message_of
 from rlx.environments.base import has_steps, messages_of, tool_methods
 from rlx.types import Observation
 
@@ -133,7 +134,7 @@ class ToolDialogue:
         except MemoryError:  # of the process, which is of no use any more
             raise
         except Exception as error:  # whatever else the tool raises, the policy is told
-            return f"error: {type(error).__name__}: {error}"[:_LONGEST], False
+            return f"error: {type(error).__name__}: {message_of(error)}"[:_LONGEST], False
         return text[:_LONGEST], True
 
 

@@ -199,6 +199,24 @@ class Tools:
         return float(len(answer))
 
 
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+class Silenced(Plain):
+    """Fails without a text."""
+
+    def step(self, action: str) -> Any:
+        raise Silent
+
+
+class SilencedTool(Tools):
+    def fail(self) -> None:
+        """Fails without a text."""
+        raise Silent
+
+
 def host_of(kind: str, timeout_s: float = 5.0, **params: Any) -> EnvironmentHost:
     return EnvironmentHost(HostSettings(f"test_host:{kind}", params, timeout_s, 2))
 
@@ -267,6 +285,12 @@ def test_a_thread_that_cannot_be_started_is_memory_that_has_run_out(kind: str, t
     assert failed.failure == "raised MemoryError: can't start new thread" and failed.is_stuck
     line = inspect.getsourcelines(started_on_a_stack_of)[1] + 3
     assert failed.raised_at == f"{__file__}:{line}"
+
+
+def test_an_error_whose_text_cannot_be_made_is_told_by_its_type() -> None:
+    assert replies("Silenced", "a")[1].failure == "raised Silent: Silent"
+    (message,) = observed("SilencedTool", CALL % ("fail", "{}"))[1].messages
+    assert message["content"] == "error: Silent: Silent"
 
 
 def test_the_end_of_a_dialogue_adds_its_score_if_it_has_one() -> None:

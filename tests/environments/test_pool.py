@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import threading
 import time
 from dataclasses import replace
 from datetime import date
@@ -9,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from actor_cases import Handle
 from episode_cases import pool_of
 
-from rlx.environments.host import HostLost, HostSettings, Reply
-from rlx.environments.pool import EnvironmentPool, LocalHost
+from rlx.environments.host import Action, EnvironmentHost, HostLost, HostSettings, Reply
+from rlx.environments.pool import ActorHost, EnvironmentPool, LocalHost
 from rlx.types import EnvironmentFailed, TaskRow
 
 ROW = TaskRow("question", "answer")
@@ -542,6 +544,38 @@ def test_a_score_that_is_another_one_when_it_is_given_again_is_caught() -> None:
 def test_a_field_that_no_checkpoint_can_keep_fails_the_episode(field: str, kind: str) -> None:
     texts, _ = said(pool_of(f"{HERE}Field"), field)
     assert texts[1] == f"failed: raised TypeError: the field {field} of a message is not JSON but {kind}"
+
+
+class Unsendable(EnvironmentHost):
+    """Answers a turn, its repetition and the end of all with what cannot travel."""
+
+    asked = 0
+
+    async def step(self, key: str, action: Action) -> Any:
+        self.asked += 1
+        return threading.Lock()
+
+    async def repeat(self, *args: Any) -> Any:
+        return threading.Lock()
+
+    async def forget(self, owner: str) -> Any:
+        return threading.Lock()
+
+
+def test_an_answer_that_cannot_travel_fails_its_episode_at_once() -> None:
+    host = Unsendable(HostSettings(f"{HERE}Echo", {}, 5.0, 4))
+    pool = pool_of("", [ActorHost(Handle(host), 5.0)], retries=3)
+
+    async def played() -> tuple[str, bool]:
+        await pool.start("1", ROW, 7)
+        with pytest.raises(EnvironmentFailed) as failed:
+            await pool.step("1", "a", 0)
+        same = await pool.close("1", check=True)
+        await pool.forget()
+        return str(failed.value), same
+
+    assert asyncio.run(played()) == ("raised TypeError: cannot pickle '_thread.lock' object", True)
+    assert host.asked == 1 and pool.failures == {"raised": 3}
 
 
 def test_an_argument_may_be_called_method() -> None:

@@ -5,11 +5,11 @@ import os
 import pickle
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import ray
+from actor_cases import Handle
 
 from rlx import actors
 from rlx.actors import ActorDiedError, BulkActor, BulkCall, BulkCalls, CallFailedError, CallTimeoutError
@@ -20,6 +20,16 @@ class Two(Exception):
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} and {second}")
+
+
+class Silent(Exception):
+    """Its text cannot be made."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __str__(self) -> str:
+        raise RuntimeError
 
 
 class Worker(BulkActor):
@@ -50,59 +60,14 @@ class Worker(BulkActor):
     async def fail_with_two(self) -> None:
         raise Two("a", "b")
 
+    async def fail_silently(self) -> None:
+        raise Silent
+
     async def give_a_lock(self) -> Any:
         return threading.Lock()
 
     async def give_up(self) -> None:
         raise asyncio.CancelledError
-
-
-class Remote:
-    """A method of an actor that runs on the event loop of the test."""
-
-    def __init__(self, method: Any, delay_s: float, made: list[Any]) -> None:
-        self._method, self._delay_s, self._made = method, delay_s, made
-
-    def remote(self, *args: Any) -> "Remote":
-        self._made.append(args)
-        self._future = asyncio.run_coroutine_threadsafe(self._called(*args), asyncio.get_running_loop())
-        return self
-
-    def future(self) -> "Future[Any]":
-        return self._future
-
-    async def _called(self, *args: Any) -> Any:
-        await asyncio.sleep(self._delay_s)
-        return await self._method(*args)
-
-
-class Handle:
-    """The handle of an actor in this process, whose calls take a while; `begun` and `fetched` are its calls."""
-
-    def __init__(self, actor: BulkActor, delay_s: float = 0.005) -> None:
-        self.actor, self._delay_s = actor, delay_s
-        self.begun: list[Any] = []
-        self.fetched: list[Any] = []
-
-    @property
-    def submit(self) -> Remote:
-        return Remote(self.actor.submit, self._delay_s, self.begun)
-
-    @property
-    def next_results(self) -> Remote:
-        return Remote(as_ray(self.actor.next_results), self._delay_s, self.fetched)
-
-
-def as_ray(method: Any) -> Any:
-    """The method with Ray's kind of error."""
-
-    async def called(*args: Any) -> Any:
-        try:
-            return await method(*args)
-        except LookupError as error:
-            raise ray.exceptions.RayTaskError("next_results", "", error).as_instanceof_cause() from None
-
-    return called
 
 
 def test_calls_travel_together_and_none_waits_for_another_to_end() -> None:
@@ -133,6 +98,7 @@ def test_a_call_that_fails_fails_alone() -> None:
         "refuse": "no",
         "fail_with_a_lock": "RuntimeError: locked",
         "fail_with_two": "Two: a and b",
+        "fail_silently": "Silent: Silent",
         "give_a_lock": "cannot pickle '_thread.lock' object",
         "give_up": "CancelledError()",
     }
