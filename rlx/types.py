@@ -64,6 +64,7 @@ class EnvironmentFailed(RuntimeError):
 
     def __init__(self, failure: str, kind: FailureKind = "raised", raised_at: str = "") -> None:
         """`raised_at`: file:line; empty if that is not known."""
+        failure, raised_at = sendable(failure), sendable(raised_at)  # both are kept, and recorded
         super().__init__(f"{failure} at {raised_at}" if raised_at else failure)
         self.failure, self.kind, self.raised_at = failure, kind, raised_at
 

@@ -52,6 +52,15 @@ def is_error(name: str) -> bool:
     return name.endswith(("Error", "Exception", "Failed", "Lost", "Timeout"))
 
 
+def test_a_failure_of_an_environment_can_be_written_as_utf8() -> None:
+    failed = EnvironmentFailed("raised ValueError: \udcff", raised_at="\ud83d.py:3")
+    assert (failed.failure, failed.raised_at, str(failed)) == (
+        "raised ValueError: ?",
+        "?.py:3",
+        "raised ValueError: ? at ?.py:3",
+    )
+
+
 def test_the_text_of_an_error_that_has_none_is_the_name_of_its_type() -> None:
     class Silent(Exception):
         def __str__(self) -> str:

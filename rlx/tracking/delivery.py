@@ -88,7 +88,8 @@ class Delivery:
                 self.queue.set_stuck(True)
             except Exception as error:  # the client of each service has its own error types
                 # A refused `OPEN` is repeated: without the run all later entries would be lost.
-                is_refusal = self.service.is_refusal(error)
+                # What a text cannot be sent as, it cannot be sent as later either.
+                is_refusal = isinstance(error, UnicodeEncodeError) or self.service.is_refusal(error)
                 self.is_refused = is_refusal and entry.kind == EntryKind.OPEN
                 if is_refusal and not self.is_refused:
                     cause = self.service.cause(error)

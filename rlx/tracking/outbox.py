@@ -22,6 +22,7 @@ from typing import Any
 from rlx.config.errors import ConfigError
 from rlx.config.sections.records import BackendName
 from rlx.storage.filesystem import Storage, StorageError, retry, write_record
+from rlx.types import sendable
 
 _ID = "_run"
 _RECORD = threading.Lock()  # the threads of several services read and write one run.json
@@ -40,12 +41,15 @@ class EntryKind(StrEnum):
 
 @dataclass
 class OutboxEntry:
-    """One record on its way to the tracking service."""
+    """One record on its way to the tracking service. Its texts are `sendable`, which clients of services need."""
 
     kind: EntryKind
     content: dict[str, Any]  # keyword arguments
     file: Storage | None = None  # where it is saved; None while it is only in memory
     is_sent: bool = False
+
+    def __post_init__(self) -> None:
+        self.content = _sendable(self.content)
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,15 @@ class RunRecord:
 
     ids: Mapping[str, str] = field(default_factory=dict)  # by service, once it has created the run
     key: str | None = None  # unique text that finds the run if its id was lost; None before `OutboxTracker.open`
+
+
+def _sendable(value: Any) -> Any:
+    """What JSON can hold, with all of its texts as `sendable` makes them."""
+    if isinstance(value, str):
+        return sendable(value)
+    if isinstance(value, Mapping):
+        return {_sendable(key): _sendable(each) for key, each in value.items()}
+    return [*map(_sendable, value)] if isinstance(value, list | tuple) else value
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -106,6 +106,30 @@ def steps(service: Service) -> list[int]:
     return [content["step"] for kind, content in service.records if kind == "log"]
 
 
+def test_texts_of_records_have_no_halves_of_characters_also_those_that_an_earlier_version_left(folder: Storage) -> None:
+    outbox.add_key(folder, "k")
+    queue = outbox.entries_of(folder, "rank_0", "mlflow")
+    old = {"kind": "set_tags", "content": {"tags": {"b": "\udcff"}}}
+    (queue / "000001.json").write_text(json.dumps(old))
+    service = Service()
+    sent = Sent(folder, service)
+    sent.queue.add(*opened())
+    sent.queue.add(EntryKind.LOG_SAMPLES, {"rows": [{"a\ud83d": ("\udcff", 1, None)}], "step": 0})
+    assert sent.queue.load() == []
+    sent.run()
+    assert [content for _, content in service.records[1:]] == [
+        {"rows": [{"a?": ["?", 1, None]}], "step": 0},
+        {"tags": {"b": "?"}},
+    ]
+
+
+def test_a_record_that_cannot_be_encoded_is_left_out(folder: Storage) -> None:
+    outbox.add_key(folder, "k")
+    service = Service(None, UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed"))
+    sent = Sent(folder, service, opened(), log(0), log(1)).run()
+    assert steps(service) == [1] and len(sent.told) == 1 and "refused a record" in sent.told[0]
+
+
 def test_records_arrive_in_order_and_the_id_is_written_once(folder: Storage) -> None:
     outbox.add_key(folder, "k")
     outbox.add_key(folder, "other")  # has no effect: there is one
