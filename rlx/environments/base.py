@@ -138,10 +138,12 @@ def messages_of(said: Any, role: str = "user") -> tuple[Utterance, ...]:
     if isinstance(said, str):
         return ({"role": role, "content": sendable(said)},)
     given = [said] if isinstance(said, Mapping) else said
-    if not isinstance(given, Sequence):
+    if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray | memoryview):
         raise TypeError(f"an observation is text or messages, not {type(said).__name__}")
     for message in given:
-        if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
+        if not isinstance(message, Mapping):
+            raise TypeError(f"an observation is text or messages, not a {type(said).__name__} with {message!r:.80}")
+        if not isinstance(message.get("role"), str):
             raise TypeError("a message has a role and a content")
         if not isinstance(message.get("content"), str):
             raise TypeError(f"the content of a message is text, not {type(message.get('content')).__name__}")

@@ -14,10 +14,11 @@ import resource
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 from rlx.actors import BulkActor
 from rlx.config.errors import one_line
@@ -215,7 +216,10 @@ class EnvironmentHost(BulkActor):
         said: Any = None
         if callable(getattr(environment, "reset", None)):
             said = await call(environment.reset, beginning.row, beginning.seed)
-        return Observation(messages_of(beginning.row.asked if said is None else said))
+        if said is None:
+            return Observation(messages_of(beginning.row.asked))
+        with _naming("reset", is_of_gymnasium=isinstance(said, tuple) and len(said) == 2):
+            return Observation(messages_of(said))
 
 
 async def _step(live: Instance, action: Action) -> Observation:
@@ -226,8 +230,27 @@ async def _step(live: Instance, action: Action) -> Observation:
     parameters = inspect.signature(step).parameters
     given = {name: value for name, value in known.items() if name in parameters}
     said, reward, done = _answered(await call(step, action.text, **given))
-    final = await score_of(live.environment, action.text, call) if done else 0.0
-    return Observation(messages_of(said), finite(reward) + final, bool(done))
+    is_done, own = _truth(done), finite(reward, "step")
+    final = await score_of(live.environment, action.text, call) if is_done else 0.0
+    with _naming("step"):
+        return Observation(messages_of(said), own + final, is_done)
+
+
+def _truth(done: Any) -> bool:
+    """Whether an episode has ended; a text or None says nothing of it."""
+    if not isinstance(done, SupportsFloat) or isinstance(done, str):
+        raise TypeError(f"step returns whether the episode has ended as a bool, not {type(done).__name__} {done!r:.80}")
+    return bool(done)
+
+
+@contextmanager
+def _naming(method: str, *, is_of_gymnasium: bool = False) -> Iterator[None]:
+    """Says which method has returned what is no observation."""
+    try:
+        yield
+    except TypeError as error:
+        hint = "; Gymnasium's info has no place here" if is_of_gymnasium else ""
+        raise TypeError(f"{error}, in what {method} has returned{hint}") from None
 
 
 def _answered(returned: Any) -> tuple[Any, Any, Any]:

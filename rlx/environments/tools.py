@@ -155,16 +155,20 @@ async def score_of(environment: Any, answer: str, called: Called) -> float:
     if score is None:
         return 0.0
     takes_answer = bool(inspect.signature(score).parameters)
-    return finite(await (called(score, answer) if takes_answer else called(score)))
+    return finite(await (called(score, answer) if takes_answer else called(score)), "score")
 
 
-def finite(reward: Any) -> float:
-    """A reward as a number.
+def finite(reward: Any, method: str) -> float:
+    """A reward as a number; `method`: which gives it.
 
     Raises:
+        TypeError: it is no number.
         ValueError: it is not a finite number, or is too large.
     """
-    number = float(reward)
+    try:
+        number = float(reward)
+    except (TypeError, ValueError):
+        raise TypeError(f"the reward of {method} is a number, not {type(reward).__name__} {reward!r:.80}") from None
     if not abs(number) <= _LARGEST_REWARD:
-        raise ValueError(f"the reward {reward!r:.80} is not a finite number")
+        raise ValueError(f"the reward {reward!r:.80} of {method} is not a finite number")
     return number

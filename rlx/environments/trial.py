@@ -72,6 +72,8 @@ def _trial(settings: HostSettings) -> Callable[[TaskRow], tuple[str, bool]]:
             return why, True
         one, other = (asyncio.run(_played(settings, row)) for _ in range(_EPISODES))
         failures = [str(reply.error) for reply in one if reply.failure]
+        if one[0].observation and not one[0].observation.messages:
+            failures = ["reset has returned no messages, so that the policy would have nothing to read"]
         return (failures[0] if failures else ""), one == other
 
     return tried

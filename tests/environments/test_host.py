@@ -11,7 +11,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
+import torch
 
 from rlx.config.errors import ConfigError
 from rlx.environments import host as hosts
@@ -287,6 +289,48 @@ def test_a_thread_that_cannot_be_started_is_memory_that_has_run_out(kind: str, t
     assert failed.raised_at == f"{__file__}:{line}"
 
 
+class Given(Plain):
+    """Returns what it is made with: from `reset`, or from `step` and `score`."""
+
+    def __init__(self, start: Any = "go", step: Any = ("a", 0.5, True), score: Any = 1.0) -> None:
+        self.start, self.given, self.scored = start, step, score
+
+    def step(self, action: str) -> Any:
+        return self.given
+
+    def score(self) -> Any:
+        return self.scored
+
+
+@pytest.mark.parametrize(
+    ("returned", "failure"),
+    [
+        ({"score": None}, "the reward of score is a number, not NoneType None"),
+        ({"step": ("a", None, False)}, "the reward of step is a number, not NoneType None"),
+        ({"step": ("a", "good", False)}, "the reward of step is a number, not str 'good'"),
+        ({"step": ("a", 0.0, "False")}, "step returns whether the episode has ended as a bool, not str 'False'"),
+        ({"step": ("a", 0.0, None)}, "step returns whether the episode has ended as a bool, not NoneType None"),
+        ({"step": (5, 0.0, False)}, "an observation is text or messages, not int, in what step has returned"),
+        ({"start": b"7"}, "an observation is text or messages, not bytes, in what reset has returned"),
+        ({"start": ["a", "b"]}, "an observation is text or messages, not a list with 'a', in what reset has returned"),
+        (
+            {"start": ("a", {})},
+            "an observation is text or messages, not a tuple with 'a', in what reset has returned; "
+            "Gymnasium's info has no place here",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_used_is_told_by_its_method(returned: dict[str, Any], failure: str) -> None:
+    *_, failed = replies("Given", "go", **returned)
+    assert (failed.failure, failed.raised_at) == (f"raised TypeError: {failure}", "")
+
+
+@pytest.mark.parametrize("done", [True, 1, np.True_, torch.tensor(True)])
+def test_an_end_is_anything_that_python_counts_as_a_number(done: Any) -> None:
+    assert observed("Given", "go", step=("a", 0.5, done))[1].done is True
+
+
 def test_an_error_whose_text_cannot_be_made_is_told_by_its_type() -> None:
     assert replies("Silenced", "a")[1].failure == "raised Silent: Silent"
     (message,) = observed("SilencedTool", CALL % ("fail", "{}"))[1].messages
@@ -485,9 +529,9 @@ def test_arguments_that_a_class_does_not_take_fail_the_start() -> None:
 
 @pytest.mark.parametrize("reward", [float("inf"), float("nan"), 1e19, -1e19])
 def test_a_reward_that_training_cannot_square_is_refused(reward: float) -> None:
-    with pytest.raises(ValueError, match="is not a finite number"):
-        finite(reward)
+    with pytest.raises(ValueError, match="of step is not a finite number"):
+        finite(reward, "step")
 
 
 def test_a_reward_is_read_as_a_number() -> None:
-    assert (finite(True), finite("0.5"), finite(-1e18)) == (1.0, 0.5, -1e18)
+    assert (finite(True, ""), finite("0.5", ""), finite(-1e18, "")) == (1.0, 0.5, -1e18)

@@ -365,7 +365,7 @@ def test_an_environment_that_answers_differently_is_caught_when_it_is_repeated()
     ("action", "reason"),
     [
         ("text", "TypeError: an observation is text or messages, not int"),
-        ("reward", "ValueError: the reward nan is not a finite number"),
+        ("reward", "ValueError: the reward nan of step is not a finite number"),
         ("tuple", "TypeError: step returns (observation, reward, whether the episode has ended), not str"),
         ("five", "has ended), not 5 values; Gymnasium's terminated and truncated are one here, and there is no info"),
     ],
@@ -543,7 +543,10 @@ def test_a_score_that_is_another_one_when_it_is_given_again_is_caught() -> None:
 )
 def test_a_field_that_no_checkpoint_can_keep_fails_the_episode(field: str, kind: str) -> None:
     texts, _ = said(pool_of(f"{HERE}Field"), field)
-    assert texts[1] == f"failed: raised TypeError: the field {field} of a message is not JSON but {kind}"
+    assert (
+        texts[1]
+        == f"failed: raised TypeError: the field {field} of a message is not JSON but {kind}, in what step has returned"
+    )
 
 
 class Unsendable(EnvironmentHost):

@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from typing import Any
 
 import pytest
 
@@ -20,11 +21,13 @@ class Bad:
     def __init__(self, what: str = "") -> None:
         self.what = what
 
-    def reset(self, row: TaskRow, seed: int) -> str:
+    def reset(self, row: TaskRow, seed: int) -> Any:
         if self.what == "raise":
             raise LookupError("no such row")
         if self.what == "die":
             os._exit(3)
+        if self.what == "mute":
+            return []
         return f"{row.question} {time.time() if self.what == 'lie' else seed}"
 
     def step(self, action: str) -> tuple[str, float, bool]:
@@ -41,6 +44,7 @@ class Bad:
     ("params", "reason"),
     [
         ({"what": "raise"}, "raised LookupError: no such row"),
+        ({"what": "mute"}, "reset has returned no messages"),
         ({"what": "die"}, "ended its process"),
         ({"what": "hang"}, "took longer than 0.3 s"),
         ({"what": "linger"}, "close took longer than 0.3 s"),
