@@ -122,8 +122,11 @@ def threads_of(found: type[Any]) -> int:
 
 
 def tool_methods(found: type[Any]) -> dict[str, Callable[..., Any]]:
-    """The tools of a class by name, in the order in which they are written; class methods and wrapped ones are some."""
-    names = [name for each in reversed(found.__mro__[:-1]) for name in vars(each)]
+    """The tools of a class by name, in the order in which they are written; class methods and wrapped ones are some.
+
+    What a class has from a builtin one, such as `pop` of a `dict`, is none.
+    """
+    names = [name for each in reversed(found.__mro__) if each.__module__ != "builtins" for name in vars(each)]
     public = [name for name in dict.fromkeys(names) if name[0] != "_" and name not in _OF_EPISODES]
     given = {name: getattr(found, name) for name in public}
     return {name: each for name, each in given.items() if inspect.isroutine(each) and not inspect.isbuiltin(each)}

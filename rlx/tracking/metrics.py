@@ -99,7 +99,7 @@ METRICS = {
     "episode/retries": "mean calls in an episode that failed and were answered when made again (environment.retries)",
     "tokens/policy_per_episode": "mean tokens of an episode that the policy drew",
     "tokens/environment_per_episode": "mean tokens of an episode not drawn by the policy, with all that is read again",
-    "time/environment": "mean seconds that an episode waited for its environment's answers",
+    "time/environment": "mean seconds of an episode's calls that its environment answered, not of failed ones or waits",
     "response/length_mean": "mean length of the responses of the step in tokens, those of an environment left out",
     "response/length_min": "length of the shortest response of the step in tokens",
     "response/length_max": "length of the longest response of the step in tokens",

@@ -34,6 +34,22 @@ def test_every_environment_of_the_table_is_one_and_describes_its_tools(name: str
         assert tool["function"]["description"] and tool["function"]["parameters"]["properties"]
 
 
+class Stock(dict[str, int]):
+    """Is a builtin class, too."""
+
+    def price(self, name: str) -> int:
+        """The price of a fruit.
+
+        Args:
+            name: the fruit
+        """
+        return self[name]
+
+
+def test_methods_of_a_builtin_class_are_no_tools() -> None:
+    assert [tool["function"]["name"] for tool in schemas(Stock)] == list(tool_methods(Stock)) == ["price"]
+
+
 class NoTools:
     def score(self, answer: str) -> float:
         return 0.0
