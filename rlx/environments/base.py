@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any, Protocol, TypeAlias, cast
 
 from rlx.config.errors import ConfigError, nearest, one_line
@@ -70,6 +71,11 @@ def load_environment(name: str) -> type[Any]:
         raise ConfigError(
             f"environment.name {name}: expected module:Class, or one of those that ship{nearest_of(name)}"
         )
+    if path == "__main__":
+        raise ConfigError(f"environment.name {name}: put {attribute} in a module, which other processes can import")
+    if path.endswith(".py") or "/" in path:
+        meant = f"{PurePath(path).stem}:{attribute}"
+        raise ConfigError(f"environment.name {name}: expected module:Class, not a path: {meant}, from its folder")
     try:
         module = module_here(path)
     except Exception as error:

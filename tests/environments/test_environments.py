@@ -50,6 +50,19 @@ def test_methods_of_a_builtin_class_are_no_tools() -> None:
     assert [tool["function"]["name"] for tool in schemas(Stock)] == list(tool_methods(Stock)) == ["price"]
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("__main__:Here", "put Here in a module, which other processes can import"),
+        ("./envs.py:Shop", "expected module:Class, not a path: envs:Shop, from its folder"),
+    ],
+)
+def test_a_name_that_no_other_process_finds_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_environment(name)
+    assert str(refused.value) == f"environment.name {name}: {reason}"
+
+
 class NoTools:
     def score(self, answer: str) -> float:
         return 0.0
