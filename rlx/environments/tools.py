@@ -49,7 +49,7 @@ def schemas(found: type[Any]) -> list[dict[str, Any]]:
         return []
     from transformers.utils import get_json_schema  # takes seconds to import
 
-    builtin = next(each for each in found.__mro__ if each.__module__ == "builtins")  # object, of most
+    builtin: Any = next(each for each in found.__mro__ if each.__module__ == "builtins")  # object, of most
     blank = builtin.__new__(found)
     described = []
     for name in tool_methods(found):
