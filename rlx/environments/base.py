@@ -19,6 +19,8 @@ from rlx.types import TaskRow, Utterance, sendable
 
 Said: TypeAlias = "str | Utterance | Sequence[Utterance]"
 """what an environment says: text, which becomes a message of the user, or messages of a chat"""
+LONGEST_ANSWER = 1_000_000
+"""characters of what an environment says at once; the trainer's process reads them, and a million take seconds"""
 Answered: TypeAlias = "tuple[Said, float, bool]"
 """(observation, reward, whether the episode has ended)"""
 
@@ -143,9 +145,10 @@ def messages_of(said: Any, role: str = "user") -> tuple[Utterance, ...]:
 
     Raises:
         TypeError: it is neither text nor messages.
+        ValueError: it has more than LONGEST_ANSWER characters.
     """
     if isinstance(said, str):
-        return ({"role": role, "content": sendable(said)},)
+        return _short(({"role": role, "content": sendable(said)},))
     given = [said] if isinstance(said, Mapping) else said
     if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray | memoryview):
         raise TypeError(f"an observation is text or messages, not {type(said).__name__}")
@@ -156,7 +159,13 @@ def messages_of(said: Any, role: str = "user") -> tuple[Utterance, ...]:
             raise TypeError("a message has a role and a content")
         if not isinstance(message.get("content"), str):
             raise TypeError(f"the content of a message is text, not {type(message.get('content')).__name__}")
-    return tuple(dict(_checked(key, value) for key, value in message.items()) for message in given)
+    return _short(tuple(dict(_checked(key, value) for key, value in message.items()) for message in given))
+
+
+def _short(messages: tuple[Utterance, ...]) -> tuple[Utterance, ...]:
+    if (length := sum(len(message["content"]) for message in messages)) > LONGEST_ANSWER:
+        raise ValueError(f"an observation has {length} characters, more than {LONGEST_ANSWER}")
+    return messages
 
 
 def _checked(key: Any, value: Any) -> tuple[str, Any]:

@@ -248,9 +248,9 @@ def _naming(method: str, *, is_of_gymnasium: bool = False) -> Iterator[None]:
     """Says which method has returned what is no observation."""
     try:
         yield
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         hint = "; Gymnasium's info has no place here" if is_of_gymnasium else ""
-        raise TypeError(f"{error}, in what {method} has returned{hint}") from None
+        raise type(error)(f"{error}, in what {method} has returned{hint}") from None
 
 
 def _answered(returned: Any) -> tuple[Any, Any, Any]:

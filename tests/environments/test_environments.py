@@ -6,6 +6,7 @@ import re
 import statistics
 import sys
 import threading
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from rlx.config.errors import ConfigError
 from rlx.config.run import settings
-from rlx.environments.base import ENVIRONMENTS, load_environment, messages_of, tool_methods
+from rlx.environments.base import ENVIRONMENTS, LONGEST_ANSWER, load_environment, messages_of, tool_methods
 from rlx.environments.calculator import Calculator, number_in, number_text, value_of
 from rlx.environments.code_task import CodeTask
 from rlx.environments.games.guess_number import GuessNumber
@@ -178,6 +179,14 @@ def test_calls_are_found_in_three_ways_of_writing_them(text: str, expected: list
 )
 def test_a_marked_call_that_is_malformed_has_a_problem(body: str) -> None:
     assert [bool(call.problem) for call in calls_in(f"<tool_call>{body}</tool_call>")] == [True]
+
+
+@pytest.mark.parametrize("wrap", [str, lambda text: [{"role": "user", "content": text}]])
+def test_an_observation_has_a_largest_length(wrap: Callable[[str], Any]) -> None:
+    longest = "a" * LONGEST_ANSWER
+    assert messages_of(wrap(longest))[0]["content"] == longest
+    with pytest.raises(ValueError, match="1000001 characters, more than 1000000"):
+        messages_of(wrap(longest + "a"))
 
 
 def test_an_observation_is_text_or_messages() -> None:
