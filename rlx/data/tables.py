@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-import ray
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections.data import DataConfig, EvalConfig
@@ -77,6 +76,8 @@ def supervised_table(
 
 def _prompts_of(tables: Iterable[MaterializedDataset]) -> set[bytes]:
     """The prompts in some tables, as `_token_bytes`."""
+    import ray  # slow to import, and `rlx train` imports this module before its quick checks
+
     return {prompt for table in tables for block in table.to_arrow_refs() for prompt in _token_bytes(ray.get(block))}
 
 

@@ -396,7 +396,6 @@ def test_a_reward_server_that_is_down_is_refused_before_anything_starts(
         preflight.check_quickly(from_tree({"reward": reward, "ray_address": "127.0.0.1:9"}))
 
 
-@pytest.mark.slow
 def test_the_quick_checks_import_nothing_slow() -> None:
     """Each of them takes seconds to import: `rlx train` would refuse nothing within two."""
     code = (
