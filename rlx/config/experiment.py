@@ -111,13 +111,15 @@ def settings_text(values: Mapping[str, Any]) -> str:
 def keys_at_default(tree: Mapping[str, Any]) -> list[str]:
     """The settings of a config tree that have the defaults that follow its other settings.
 
-    The number of engines is among them only with what each takes: who chose the one has chosen the other.
+    The number of engines is among them only with what each takes, since who chose the one has chosen the other, or
+    where they are colocated, which leaves one number.
     """
     values = flatten(from_tree(dict(tree)))
     follow = [key for key, field in settings().items() if field.default_factory_takes_validated_data]
     found = [key for key in (*follow, *FOLLOWING) if _is_at_default(tree, key, values[key])]
     number, taken = ENGINES
-    return [key for key in found if key != number or taken in found]
+    follows = taken in found or values["rollout.placement"] == "colocated"
+    return [key for key in found if key != number or follows]
 
 
 def without(tree: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:

@@ -76,7 +76,8 @@ class ActorHost:
             raise HostLost(str(error)) from None
         except CallFailedError as error:  # it answered, with what cannot travel
             cause = error.cause
-            reply = Reply(failure=f"raised {type(cause).__name__}: {one_line(cause, 300)}", is_final=True)
+            failure, is_full = f"raised {type(cause).__name__}: {one_line(cause, 300)}", isinstance(cause, MemoryError)
+            reply = Reply(failure=failure, is_stuck=is_full, is_final=not is_full)
             returned = [reply] if method in ("repeat", "forget") else reply
         self._has_answered = True
         return returned

@@ -104,6 +104,11 @@ def test_the_settings_that_may_follow_others_are_all_known() -> None:
         ),
         ({"scaling__use_gpu": True, f"{ENGINE}.GPU": 0.5}, {"scaling.num_workers": 4}, {}),
         (
+            {"scaling__use_gpu": True, "rollout__placement": "colocated", f"{ENGINE}.CPU": 2},
+            {"scaling.num_workers": 4},
+            {"rollout.num_engines": 4},
+        ),
+        (
             {"scaling__use_gpu": True},
             {"scaling.num_workers": 4, f"{ENGINE}.CPU": 4},
             {"rollout.num_engines": 4},

@@ -284,8 +284,8 @@ def test_an_agent_that_asks_nothing_is_named(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "failure"),
     [
-        ("Returning", "Returning.play returns the reward, a number, not NoneType"),
-        ("Praising", "Praising.play returns the reward, a number, not str"),
+        ("Returning", "the reward of Returning.play is a number, not NoneType None"),
+        ("Praising", "the reward of Praising.play is a number, not str 'good'"),
         ("Misread", "Misread.play takes (row, seed, base_url, api_key): too many positional arguments"),
         ("Restarted", "Restarted.reset has to return what AgentLoop's does: await super().reset(row, seed)"),
     ],

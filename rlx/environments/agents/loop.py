@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from rlx.environments.agents.endpoint import Endpoint
 from rlx.environments.agents.wire import Answer
 from rlx.environments.base import Answered, Said
+from rlx.environments.tools import finite
 from rlx.types import TaskRow, TurnLength
 
 
@@ -94,14 +95,7 @@ class AgentLoop:
             asked.cancel()
         if not agent.result.done():
             return asked.result(), 0.0, False
-        return (), self._reward(agent.result.result()), True
-
-    def _reward(self, returned: Any) -> float:
-        try:
-            return float(returned)
-        except (TypeError, ValueError):
-            given = f"{type(self).__name__}.play returns the reward, a number, not {type(returned).__name__}"
-            raise TypeError(given) from None
+        return (), finite(agent.result.result(), f"{type(self).__name__}.play"), True
 
 
 class AgentThread:
