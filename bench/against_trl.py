@@ -7,19 +7,25 @@ learning rate is 0. TRL, pinned by the extra `bench`, runs in one process that h
 have together: on a GPU with vLLM in that process (`vllm_mode` colocate), on CPUs, where it takes no vLLM, with
 transformers' generate. What it is given follows from rlx's settings in `arguments`. It runs in each way of `WAYS`, then
 rlx, then the fastest way again; rlx is compared with the fastest. Its own habits stay: no seeds for requests,
-log-probabilities of the engine, padding to the longest of a step. Both are timed from the end of a step to the end of
-the next. The way with bfloat16 weights is less exact than rlx, whose trained weights are float32: it has a row, and is
+log-probabilities of the engine, padding to the longest of a step. So the draws differ, and with them the lengths of a
+model that ends its responses by itself (`--model.path qwen2-0.5b-ending`, on CPUs qwen2-30m-ending): tokens per second
+are of each side's own mean length, which the table has. TRL and its vLLM end a response with the token that the model's
+generation_config.json names, and so need no setting. Both are timed from the end of a step to the end of the next. The
+way with bfloat16 weights is less exact than rlx, whose trained weights are float32: it has a row, and is
 not what rlx is compared with.
 
 With --ahead, on two GPUs, rlx generates one step ahead, and TRL's asynchronous trainer (AsyncGRPOTrainer) trains on one
-GPU while vLLM's server draws on the other. It gets weights as often as rlx, has as many requests under way, and may be
-as stale as it is by default, four weight updates; its first `FILLING` steps more are not counted, in which its queue
-fills. How both of TRL's trainers are run is in trl_runs.py. Left out: TRL on more GPUs.
+GPU while vLLM's server draws on the other. It gets weights as often as rlx, and may be as stale as it is by default,
+four weight updates; its first `FILLING` steps more are not counted, in which its queue fills. It has as many requests
+under way as a step of rlx and as many completions in each micro-batch, or in one of its ways as many requests as it has
+by default and micro-batches by tokens. How both of TRL's trainers are run is in trl_runs.py. Left out: TRL on more
+GPUs.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import statistics
@@ -80,6 +86,8 @@ class Ahead(NamedTuple):
     trainer: dict[str, Any]
     server: list[str]
     environment: Mapping[str, str]
+    by_tokens: bool = False
+    """see `token_budget`"""
 
 
 _NEWER = Ahead({}, ["--api-server-count", "4"], alike.NEWER_RUNNER)
@@ -88,6 +96,7 @@ AHEAD = {
     "four front ends": _NEWER._replace(environment={}),
     "newer runner": _NEWER,
     "newer runner, compiled": _NEWER._replace(trainer={"torch_compile": True}),
+    "newer runner, own requests, token budget": _NEWER._replace(by_tokens=True),
 }
 """the newer runner has four front ends, too"""
 Trl = Callable[[RunConfig, str, alike.Prompts, str], Measured]
@@ -115,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         load, name = os.getloadavg()[0], "against_trl" + ("_ahead" if is_ahead else "")
         with workload.prepared(config) as (ready, path):
             figures = measure(ready, path, ways, by_trl_ahead(Path(args.out)) if is_ahead else by_trl)
-            table.finish(name, figures, ready, args.out, load, described(ready))
+            table.finish(name, figures, ready, args.out, load, described(ready) | alike.DRAWS)
         return 0
 
     return exit_code(script)
@@ -188,12 +197,13 @@ def by_trl_ahead(out: Path) -> Trl:
 
     def run(config: RunConfig, path: str, prompts: alike.Prompts, way: str) -> Measured:
         out.mkdir(parents=True, exist_ok=True)
-        file, (given, served, environment) = out / f"trl-{re.sub('[^a-z]+', '-', way)}.json", AHEAD[way]
+        file, own = out / f"trl-{re.sub('[^a-z]+', '-', way)}.json", AHEAD[way]
         with (
             open(file.with_suffix(".log"), "w") as log,
-            trl_runs.server(path, serving(config) + served, environment, log) as address,
+            trl_runs.server(path, serving(config) + own.server, own.environment, log) as address,
         ):
-            words = asynchronous(config) | given | {"vllm_server_base_url": address}
+            words = asynchronous(config) | (token_budget(config) if own.by_tokens else {}) | own.trainer
+            words |= {"vllm_server_base_url": address}
             measured, metrics = _alone(config, trl_runs.ahead, path, words, prompts)
         file.write_text(json.dumps(metrics, indent=1) + "\n")
         workload.say_drawn(f"TRL, {way}, one step ahead", measured)
@@ -274,6 +284,26 @@ def asynchronous(config: RunConfig) -> dict[str, Any]:
         "weight_sync_steps": updates,
         "token_budget": 0,  # as many completions in each micro-batch
         "max_inflight_tasks": alike.completions(config),
+    }
+
+
+def token_budget(config: RunConfig) -> dict[str, Any]:
+    """What differs with micro-batches by tokens and TRL's default number of requests, four mini-batches under way.
+
+    An optimizer step of TRL is a number of micro-batches, however many completions they hold. So a mini-batch of rlx,
+    each prompt once, is dealt evenly to as few of them as train.micro_batch_tokens asks for; a step is then about as
+    many completions as rlx's, and its tokens are counted. TRL takes the default of requests from the first two.
+    """
+    train = config.train
+    prompts = train.prompts_per_step / train.num_minibatches
+    completions = prompts * train.samples_per_prompt
+    tokens = prompts * config.data.max_prompt_tokens + completions * workload.mean_response(config)
+    count = math.ceil(tokens / train.micro_batch_tokens)
+    return {
+        "gradient_accumulation_steps": count,
+        "per_device_train_batch_size": math.ceil(completions / count),
+        "token_budget": math.ceil(tokens / count),
+        "max_inflight_tasks": -1,
     }
 
 

@@ -9,8 +9,9 @@ command in processes of its own; its engines and its trainer take turns on each 
 --asleep one after the other, as a model needs that fills it. With --ahead, on two GPUs or more, both generate one step
 ahead, veRL by its asynchronous trainer (separate_async). It has as many GPUs as rlx. It asks for other versions than
 rlx, so it lies in a folder of its own with what only it needs (docs/performance.md), which `--verl` names. What it is
-given is in verl_settings.py. Its own ways stay: no seeds for requests, entropies with the old log-probabilities. Left
-out: models that end a response by themselves, as veRL's are as long as may be.
+given is in verl_settings.py. Its own ways stay: no seeds for requests, entropies with the old log-probabilities. So the
+draws differ, and with them the lengths of a model that ends its responses by itself (`--model.path qwen2-0.5b-ending`):
+tokens per second are of each side's own mean length, which the table has.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import alike
 import table
 import workload
 from rollout import described
-from verl_settings import AGGREGATIONS, ASLEEP, ENVIRONMENTS, FIXED, WAYS, models, overrides
+from verl_settings import AGGREGATIONS, ASLEEP, ENVIRONMENTS, FIXED, WAYS, models, overrides, wider
 
 from rlx.cli.options import exit_code
 from rlx.config.errors import ConfigError
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             theirs = in_each_way(ready, path, prompts, args, out)
             again = alike.by_rlx(ready, tables, "k0-again")
         figures = ours | {"rlx, after / before": again[alike.RLX] / ours[alike.RLX]} | compared(ours, again, theirs)
-        facts = described(ready) | {"veRL": version(args.verl)}
+        facts = described(ready) | alike.DRAWS | {"veRL": version(args.verl)}
         name = "against_verl" + ("_ppo" if args.ppo else "") + ("_ahead" if args.ahead else "")
         table.finish(name, figures, ready, args.out, load, facts)
         return 0
@@ -169,8 +170,8 @@ def by_verl(
     wanted, steps = config.train.steps, list[dict[str, float]]()
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place, open(log_file(out, way), "w", buffering=1) as log:
-        given = FIXED | (ASLEEP if asleep else {}) | overrides(config) | models(config, way)
-        given |= files(Path(place), path, prompts)
+        given = FIXED | (ASLEEP if asleep else {}) | overrides(config, wider(way, workload.gpu_gib()))
+        given |= models(config, way) | files(Path(place), path, prompts)
         own = environment(folder) | ENVIRONMENTS.get(way, {})
         with closing(printed([f"{key}={value}" for key, value in given.items()], own)) as lines:
             while len(steps) < wanted and (line := next(lines, "")):

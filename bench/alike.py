@@ -38,6 +38,8 @@ _ALIKE: dict[str, Any] = {
 _ON_POLICY: dict[str, Any] = {"rollout.max_staleness": 0, "algorithm.old_logprobs": "recomputed"}
 AHEAD: dict[str, Any] = {"rollout.max_staleness": 1, "algorithm.old_logprobs": "rollout"}
 """rlx's settings one step ahead, with the engines' log-probabilities taken for those of the policy"""
+DRAWS = {"draws": "each side's own; its tokens/s are of its own mean length"}
+"""a fact for the table: nothing gives two libraries the same completions"""
 NEWER_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 """has any vLLM take its newer model runner, for which rlx asks itself. The older one of 0.24 samples requests with
 seeds, which TRL's asynchronous ones are, one by one"""
@@ -98,7 +100,7 @@ def texts(tokenizer: Any, prompts: Prompts) -> list[str]:
 
 def by_rlx(config: RunConfig, tables: Mapping[str, Any], name: str = "k0") -> dict[str, float]:
     """Response tokens per second of whole steps; `name` is of the run, one of its own for each."""
-    now = workload.counted_steps(config, tables, name)[:-1]  # the last has a checkpoint, and draws nothing ahead
+    now = workload.whole_steps(config, tables, name)
     workload.processes().close()
     figures = {
         RLX: tokens_per_s(config, now),

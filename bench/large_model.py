@@ -22,8 +22,9 @@ from typing import Any
 
 import alike
 import table
+import torch
 import workload
-from measure import PEAK_FLOPS, operations
+from measure import PEAK_FLOPS, bandwidth, least_drawing_s, operations, shape_of
 
 from rlx.cli.options import exit_code
 from rlx.config.errors import ConfigError
@@ -32,8 +33,6 @@ from rlx.config.run import RunConfig
 
 SHAPES = {"talker-30m": "qwen2-30m", "talker-0.5b": "qwen2-0.5b", "talker-7b": "qwen2-7b"}
 """models that are made here, and their shapes"""
-PEAK_BYTES = 4.8e12
-"""a second from an H200's memory, NVIDIA's data sheet (an H100's has 3.35e12)"""
 _LIKED = 9.0  # how far above the others the logits of tokens with a text are
 _EVERYWHERE: dict[str, Any] = {
     "reward.functions": {"sevens:share": 1.0},
@@ -67,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             steps = first_steps(ready, path, config.train.steps)
             figures = rewards(steps) | parts(ready, steps[-1])
             if config.scaling.use_gpu:
-                figures |= shares(ready, path, steps[-1])
+                figures |= shares(ready, path, steps[-1], bandwidth(torch.cuda.get_device_name()))
             table.finish("large_model", figures, ready, args.out, load, {"in turns": args.in_turns})
         return 0
 
@@ -105,8 +104,6 @@ def make_model(shape: str, folder: Path) -> None:
 
     The rows of those tokens in the output layer read the number of its hidden states that is large at every token.
     """
-    import torch
-
     from rlx.models import tiny
 
     tokenizer = tiny.build_tokenizer()
@@ -159,18 +156,23 @@ def drawn(config: RunConfig, step: Mapping[str, Any]) -> float:
     return float(step["response/length_mean"] * alike.completions(config))
 
 
-def shares(config: RunConfig, path: str, step: Mapping[str, Any]) -> dict[str, float]:
-    """The update's share of the peak, and the least seconds that a step could take as a share of those that it took."""
-    figures, lm = dict[str, float](), _shape_of(path)
+def shares(config: RunConfig, path: str, step: Mapping[str, Any], rate: float | None) -> dict[str, float]:
+    """The update's share of the peak, and the least seconds that a step could take as a share of those that it took.
+
+    Args:
+        rate: bytes a second from a GPU's memory; None leaves the second out.
+    """
+    figures, lm = dict[str, float](), shape_of(path)
     scored = drawn(config, step)
     read = step["tokens/update_per_s"] * step["time/update"] - scored
-    decoding = decode_s(config, lm, read, scored)
     for words, prompts in (("all tokens", read), ("prompts once", read / config.train.samples_per_prompt)):
         update = flops(config, lm, prompts + scored, scored) / config.scaling.num_workers / PEAK_FLOPS
         # A third of it is a forward pass, which the first mini-batch has no need of before the update.
         before = update / 3 * (1 - 1 / config.train.num_minibatches)
         figures[f"MFU of the update, {words}"] = update / step["time/update"]
-        figures[f"least step / step, {words}"] = (decoding + before + update) / step["time/step"]
+        if rate:
+            least = decode_s(config, lm, rate, read, scored) + before + update
+            figures[f"least step / step, {words}"] = least / step["time/step"]
     return figures
 
 
@@ -181,25 +183,11 @@ def flops(config: RunConfig, lm: Any, tokens: float, scored: float) -> float:
     return operations(lm.base_model, lm.get_output_embeddings().weight.numel(), tokens, scored, pairs)
 
 
-def decode_s(config: RunConfig, lm: Any, read: float, scored: float) -> float:
-    """The least seconds in which engines draw all responses at once: weights and keys are read once for each token."""
-    shape, completions = lm.config, alike.completions(config)
-    length = scored / completions
-    body = sum(p.numel() for p in lm.base_model.parameters()) - lm.get_input_embeddings().weight.numel()
-    weights = 2 * (body + lm.get_output_embeddings().weight.numel())
-    size = shape.hidden_size // shape.num_attention_heads
-    of_token = 4 * shape.num_hidden_layers * shape.num_key_value_heads * size  # key and value, 2 bytes each
-    cached = of_token * (read / completions + length / 2) * completions / config.rollout.num_engines
-    return float(length * (weights + cached) / PEAK_BYTES)
-
-
-def _shape_of(path: str) -> Any:
-    """The model without its weights."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+def decode_s(config: RunConfig, lm: Any, rate: float, read: float, scored: float) -> float:
+    """The least seconds in which engines draw all responses at once, as long as the mean."""
+    completions = alike.completions(config)
+    length, sequences = scored / completions, completions / config.rollout.num_engines
+    return least_drawing_s(lm, rate, sequences=sequences, prompt=read / completions, response=length, longest=length)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import torch
 
 PEAK_FLOPS = 989e12
 """of an H100 SXM or H200 in dense bf16, NVIDIA's data sheets; what utilisation is counted against"""
+_BYTES_PER_S = {"H200": 4.8e12, "H100 80GB HBM3": 3.35e12}
+"""from their memory, by NVIDIA's data sheets"""
 
 
 class Memory:
@@ -65,6 +67,42 @@ def operations(backbone: Any, head: int, tokens: float, scored: float, pairs: fl
     body = sum(p.numel() for p in backbone.parameters()) - backbone.get_input_embeddings().weight.numel()
     attention = shape.num_hidden_layers * shape.num_attention_heads * size * pairs
     return 6.0 * (body * tokens + head * scored + attention)
+
+
+def bandwidth(device: str) -> float | None:
+    """Bytes a second that a GPU of this name reads from its memory, or None if that is not known here."""
+    return next((rate for name, rate in _BYTES_PER_S.items() if name in device), None)
+
+
+def least_drawing_s(lm: Any, rate: float, *, sequences: float, prompt: float, response: float, longest: float) -> float:
+    """The least seconds in which responses are drawn, all at once, by what is read from memory.
+
+    A decode step reads the weights, and keys and values of the sequences that have not ended. All have two bytes.
+
+    Args:
+        lm: of transformers.
+        rate: bytes that are read in a second.
+        sequences: how many.
+        prompt: tokens of each, in the mean.
+        response: tokens of each, in the mean.
+        longest: tokens of the longest response, and so the number of decode steps.
+    """
+    shape = lm.config
+    size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    body = sum(p.numel() for p in lm.base_model.parameters()) - lm.get_input_embeddings().weight.numel()
+    weights = 2 * (body + lm.get_output_embeddings().weight.numel())
+    of_token = 2 * 2 * shape.num_hidden_layers * shape.num_key_value_heads * size
+    # Where lengths differ more is read, as the long ones have more than their share of it.
+    cached = of_token * sequences * response * (prompt + response / 2)
+    return float(longest * weights + cached) / rate
+
+
+def shape_of(path: str) -> Any:
+    """A model folder's model without its weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
 
 
 def profiled(work: Callable[[], object]) -> str:

@@ -5,20 +5,28 @@
 Two real runs with the same engines and workers, each on CPUs or GPUs of their own: strictly on-policy (k = 0), and with
 generation for the next step while this one trains (rollout.max_staleness k = 1). A step costs at least its rollout or
 its update, whichever is longer; both are those of the first run, where neither disturbs the other. A rollout takes as
-long as its engines draw, which is longer than the trainer waits: meanwhile it scores the first completions. `--bare`
+long as its engines draw. That is little longer than the trainer waits: they begin while the step before is reported.
+Only with rollout.num_chunks above 1 does it score a chunk and compute its log-probabilities while the next is drawn.
+
+On GPUs whose memory's speed is known (measure.py) the first run also shows how near its engines are to it: the least
+seconds of reading weights, keys and values for each token, by those in which they drew, prefill included. `--bare`
 measures bench/rollout.py's figures in the first run too, and so spares its start.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import alike
 import rollout
 import table
+import torch
 import workload
+from measure import bandwidth, least_drawing_s, shape_of
 
 from rlx.cli.options import exit_code
 from rlx.config.errors import ConfigError
@@ -59,9 +67,8 @@ def check(config: RunConfig, overlap: bool) -> None:
 
 
 def ahead(config: RunConfig) -> RunConfig:
-    """The config with k = 1, and one step more: at the last nothing is generated."""
-    own = {"rollout.max_staleness": 1, "train.steps": config.train.steps + 1}
-    return from_tree(with_overrides(config.model_dump(), own), "k = 1")
+    """The config with k = 1."""
+    return from_tree(with_overrides(config.model_dump(), {"rollout.max_staleness": 1}), "k = 1")
 
 
 def measure(config: RunConfig, path: str, overlap: bool, bare: bool) -> dict[str, float]:
@@ -71,9 +78,9 @@ def measure(config: RunConfig, path: str, overlap: bool, bare: bool) -> dict[str
     tables = preflight.prompt_tables(config, path)
     before = rollout.alone(config, path, tables) if bare else []
     now = workload.counted_steps(config, tables, "k0")
-    figures = parts(now)
+    figures = parts(now) | decoding(config, path, now)
     if overlap:
-        figures |= compared(now, workload.counted_steps(ahead(config), tables, "k1")[:-1])
+        figures |= compared(now, workload.whole_steps(ahead(config), tables, "k1"))
     workload.processes().close()
     return figures | (rollout.compared(now, before, rollout.alone(config, path, tables)) if bare else {})
 
@@ -87,6 +94,35 @@ def parts(steps: Steps) -> dict[str, float]:
         for name, value in seconds.items()
         for unit, by in ((", s", 1.0), (" / step", whole))
     }
+
+
+def decoding(config: RunConfig, path: str, steps: Steps) -> dict[str, float]:
+    """The share of the memory's roofline; nothing on GPUs whose is not known, in float32, and of episodes."""
+    rate = bandwidth(torch.cuda.get_device_name()) if config.scaling.use_gpu else None
+    if not rate or config.model.dtype == "float32" or config.environment.name:
+        return {}
+    lm = shape_of(path)
+    shares = [least_s(config, lm, rate, step) / workload.drawing_s(step) for step in steps]
+    return {"decode, share of the memory roofline": statistics.median(shares)}
+
+
+def least_s(config: RunConfig, lm: Any, rate: float, step: Mapping[str, Any]) -> float:
+    """The least seconds in which engines could draw a step's responses.
+
+    Args:
+        lm: the policy; its weights are not needed.
+        rate: bytes a second from a GPU's memory.
+    """
+    completions, response = alike.completions(config), step["response/length_mean"]
+    trained = step["tokens/update_per_s"] * step["time/update"] / config.train.ppo_epochs
+    return least_drawing_s(
+        lm,
+        rate * config.rollout.tensor_parallel,
+        sequences=completions / config.rollout.num_engines,
+        prompt=trained / completions - response,
+        response=response,
+        longest=step["response/length_max"],
+    )
 
 
 def compared(now: Steps, ahead: Steps) -> dict[str, float]:

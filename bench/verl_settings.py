@@ -33,7 +33,6 @@ FIXED: dict[str, Any] = {
     "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
     "actor_rollout_ref.rollout.max_num_batched_tokens": 16_384,
     "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": True,
-    "actor_rollout_ref.rollout.ignore_eos": True,
     "data.shuffle": False,
     "data.dataloader_num_workers": 0,
     "reward.custom_reward_function.name": "score",
@@ -89,13 +88,27 @@ WAYS: dict[str, dict[str, Any]] = {
 """settings of veRL's models that no setting of rlx decides, and that cost or gain it speed"""
 ENVIRONMENTS = {"packed, liger, newer runner": alike.NEWER_RUNNER}
 """what veRL's processes have besides in a way"""
-_WIDER = 2
-"""times the tokens of a micro-batch where no gradients are kept; with 4 it runs out of 80 GiB"""
 
 
-def overrides(config: RunConfig) -> dict[str, Any]:
-    """veRL's settings that follow from rlx's, for the same work."""
+def wider(way: str, gpu_gib: float) -> int:
+    """How many times the tokens of a micro-batch veRL takes at once where no gradients are kept.
+
+    With 4 it runs out of 80 GiB; and all logits of 128 k tokens alone are 40 GB, and twice that in float32.
+
+    Args:
+        gpu_gib: memory of a GPU.
+    """
+    return 4 if gpu_gib >= 120 and WAYS[way].get("use_fused_kernels", True) else 2
+
+
+def overrides(config: RunConfig, times: int = 2) -> dict[str, Any]:
+    """veRL's settings that follow from rlx's, for the same work.
+
+    Args:
+        times: see `wider`.
+    """
     train, chosen, tokens = config.train, config.rollout, config.train.micro_batch_tokens
+    forward = times * tokens
     actor = {
         "fsdp_config.use_torch_compile": config.resolved_compile,
         "use_torch_compile": config.resolved_compile,
@@ -118,20 +131,20 @@ def overrides(config: RunConfig) -> dict[str, Any]:
         "max_num_seqs": chosen.max_num_seqs,
         "enforce_eager": chosen.enforce_eager,
         "max_model_len": config.data.max_prompt_tokens + chosen.max_tokens,
-        "log_prob_max_token_len_per_gpu": _WIDER * tokens,
+        "log_prob_max_token_len_per_gpu": forward,
     }
     return (
         {f"actor_rollout_ref.actor.{key}": value for key, value in actor.items()}
         | {f"actor_rollout_ref.rollout.{key}": value for key, value in rollout.items()}
         | {
-            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": _WIDER * tokens,
+            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": forward,
             "data.train_batch_size": train.prompts_per_step,
             "data.max_prompt_length": config.data.max_prompt_tokens,
             "data.max_response_length": chosen.max_tokens,
             "trainer.total_training_steps": train.steps,
         }
         | gpus(config)
-        | algorithm(config)
+        | algorithm(config, forward)
     )
 
 
@@ -146,8 +159,8 @@ def gpus(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def algorithm(config: RunConfig) -> dict[str, Any]:
-    """GRPO without KL, or PPO with a critic and the KL in the reward."""
+def algorithm(config: RunConfig, forward: int) -> dict[str, Any]:
+    """GRPO without KL, or PPO with the KL in the reward and a critic, which values `forward` tokens at once."""
     chosen, train = config.algorithm, config.train
     if chosen.advantage == "grpo":
         return {"algorithm.adv_estimator": "grpo"}
@@ -157,7 +170,7 @@ def algorithm(config: RunConfig) -> dict[str, Any]:
         "optim.betas": json.dumps(train.adam_betas),
         "grad_clip": train.max_grad_norm,
         "ppo_max_token_len_per_gpu": train.micro_batch_tokens,
-        "forward_max_token_len_per_gpu": _WIDER * train.micro_batch_tokens,
+        "forward_max_token_len_per_gpu": forward,
     }
     kl = {"use_kl_in_reward": True, "kl_ctrl.kl_coef": chosen.kl_coef}
     gae = {"adv_estimator": "gae", "gamma": chosen.gamma, "lam": chosen.gae_lambda}

@@ -128,7 +128,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-ENDING = {"qwen2-30m-ending": ("qwen2-30m", 64), "qwen2-1.5b-ending": ("qwen2-1.5b", 512)}
+ENDING = {
+    "qwen2-30m-ending": ("qwen2-30m", 64),
+    "qwen2-0.5b-ending": ("qwen2-0.5b", 160),  # 128 where 256 are the most
+    "qwen2-1.5b-ending": ("qwen2-1.5b", 512),
+}
 """models whose responses differ in length: their shapes, and how many tokens a response has in the mean if none is cut
 off; it may end at each token with the same chance, so a few are several times as long as the mean"""
 
@@ -184,6 +188,13 @@ def gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def gpu_gib() -> float:
+    """The memory of the first that torch sees, in GiB; 0 without one."""
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 0.0
 
 
 def gpu_shares(count: int, colocated: bool = False, engines: bool = True) -> dict[str, Any]:
@@ -331,10 +342,26 @@ def counted_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "ben
     return [metrics for metrics in steps if metrics["step"] > WARM]
 
 
+def whole_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "bench") -> list[dict[str, Any]]:
+    """As many counted steps of a run that is one step longer: its last has a checkpoint and generates nothing ahead."""
+    longer = with_overrides(config.model_dump(), {"train.steps": config.train.steps + 1})
+    return counted_steps(from_tree(longer, "a step more"), tables, name)[:-1]
+
+
+def mean_response(config: RunConfig) -> float:
+    """How many tokens the model's responses are expected to have in the mean: as many as they may, unless it is known
+    here to end them by itself."""
+    most = config.rollout.max_tokens
+    _, mean = ENDING.get(Path(config.model.path).name, ("", math.inf))
+    return mean * (1 - (1 - 1 / mean) ** most) if mean < math.inf else float(most)
+
+
 def drawing_s(metrics: Mapping[str, Any]) -> float:
     """How long a step's completions were drawn, in seconds.
 
-    Engines draw while the trainer waits (time/rollout), and also while it scores the first ones.
+    Engines draw while the trainer waits (time/rollout), which begins once the step before is reported; they begin a
+    little earlier. With `rollout.num_chunks` above 1 they also draw while it scores a chunk, and with
+    `rollout.max_staleness` above 0 while it trains.
     """
     return float(max(metrics["time/rollout"], metrics["time/generation"]))
 

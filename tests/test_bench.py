@@ -24,7 +24,7 @@ import torch
 import update
 import verl_settings
 import workload
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rlx.cluster.resources import plan_resources
 from rlx.config.errors import ConfigError
@@ -134,6 +134,22 @@ def test_trl_is_given_the_same_work(tmp_path: Path) -> None:
     assert (given["max_completion_length"], given["bf16"], given["use_cpu"]) == (128, False, True)
 
 
+@pytest.mark.parametrize(("model", "count"), [("qwen2-0.5b", 3), ("qwen2-0.5b-ending", 2)])
+def test_by_tokens_trl_makes_the_mini_batches_of_rlx(model: str, count: int, tmp_path: Path) -> None:
+    """32 prompts of 128 tokens with 256 responses, of 256 tokens or of 128 in the mean, in micro-batches of 24 k."""
+    config = from_tree(with_overrides({}, against_trl.GPU | {"model.path": f"/models/{model}"}))
+    budget = against_trl.token_budget(config)
+    most = config.train.micro_batch_tokens
+    tokens = 32 * 128 + 256 * workload.mean_response(config)
+    assert budget["gradient_accumulation_steps"] == count
+    assert tokens <= count * budget["token_budget"] < tokens + count and budget["token_budget"] <= most
+    trl = pytest.importorskip("trl.experimental.async_grpo").AsyncGRPOConfig(
+        output_dir=str(tmp_path), **against_trl.asynchronous(config) | budget | {"bf16": False}
+    )
+    requests = trl.max_staleness * trl.per_device_train_batch_size * trl.gradient_accumulation_steps  # as TRL has it
+    assert trl.max_inflight_tasks == -1 and 1024 <= requests < 1024 + 4 * count
+
+
 def test_the_asynchronous_trainer_of_trl_is_given_the_same_work(tmp_path: Path) -> None:
     config = from_tree(with_overrides({}, against_trl.GPU | {"train.steps": 7}))
     given, step = against_trl.asynchronous(config), {"train__ppo_epochs": 2, "train__num_minibatches": 4}
@@ -143,6 +159,26 @@ def test_the_asynchronous_trainer_of_trl_is_given_the_same_work(tmp_path: Path) 
     assert against_trl.asynchronous(settings(**step, train__steps=7))["weight_sync_steps"] == 8
     served = against_trl.serving(config)
     assert served[served.index("--max-model-len") + 1] == "384" and served[served.index("--dtype") + 1] == "bfloat16"
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_as_many_steps_of_rlx_are_counted_as_of_the_others(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the run, whose responses are as long as the number of the step, but for the last, which does not
+    count."""
+
+    def run(config: RunConfig, tables: object, name: str) -> list[dict[str, float]]:
+        lengths = [*range(workload.WARM + 1, config.train.steps), 1000]
+        return [{"response/length_mean": float(length), workload.WALL: 1.0} for length in lengths]
+
+    monkeypatch.setattr(workload, "counted_steps", run)
+    figures = alike.by_rlx(settings(train__steps=workload.WARM + steps), {})
+    assert figures["mean response, tokens"] == workload.WARM + (1 + steps) / 2  # the median of that many
+
+
+def test_a_known_model_ends_its_responses_after_half_of_the_most_tokens_in_the_mean() -> None:
+    ending = from_tree(with_overrides({}, workload.GPU | {"model.path": "/models/qwen2-0.5b-ending"}))
+    assert workload.mean_response(ending) == pytest.approx(128, abs=0.5)
+    assert workload.mean_response(from_tree(with_overrides({}, workload.GPU))) == 256
 
 
 @pytest.mark.parametrize(
@@ -172,6 +208,20 @@ def test_verl_is_given_the_same_work() -> None:
     assert given["actor_rollout_ref.actor.ppo_mini_batch_size"] == 3 and given["trainer.total_training_steps"] == 7
     assert given["actor_rollout_ref.actor.loss_agg_mode"] == "seq-mean-token-mean"
     assert given["actor_rollout_ref.rollout.max_model_len"] == 128 + 256
+    # It ends a response where rlx does, as is its default.
+    assert "actor_rollout_ref.rollout.ignore_eos" not in given | verl_settings.FIXED
+
+
+@pytest.mark.parametrize(
+    ("way", "gib", "times"),
+    [("packed", 0.0, 2), ("packed", 79.6, 2), ("packed, liger", 139.8, 4), ("packed, liger, all logits", 139.8, 2)],
+)
+def test_passes_of_verl_without_gradients_take_what_the_gpu_holds(way: str, gib: float, times: int) -> None:
+    config = from_tree(with_overrides({}, workload.GPU | workload.gpu_shares(1) | against_verl.PPO))
+    given = verl_settings.overrides(config, verl_settings.wider(way, gib))
+    names = ("actor_rollout_ref.rollout.log_prob", "actor_rollout_ref.ref.log_prob", "critic.forward")
+    assert {given[f"{name}_max_token_len_per_gpu"] for name in names} == {times * 16_384}
+    assert given["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] == 16_384
 
 
 def test_verl_has_as_many_gpus_as_rlx() -> None:
@@ -209,14 +259,53 @@ def test_the_least_step_of_a_large_model_is_work_and_bytes_by_the_peaks(small_mo
     train = {"train.prompts_per_step": 4, "train.samples_per_prompt": 2, "train.num_minibatches": 2}
     config = from_tree(with_overrides({}, large_model.CPU | train | {"rollout.num_engines": 2}))
     step = {"response/length_mean": 5.0, "tokens/update_per_s": 64.0, "time/update": 1.0}
-    figures = large_model.shares(config, small_model, step | {"time/step": 2.0})
+    figures = large_model.shares(config, small_model, step | {"time/step": 2.0}, rate=4.8e12)
     body = 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24 + 2 * 16) + 16  # q and o, k and v, MLP, norms
     work = {tokens: 6 * (body * tokens + 40 * 16 * 40 + 2 * 16 * tokens**2 / 8) for tokens in (64, 52)}
-    decode = 5 * (2 * (body + 40 * 16) + 2 * 2 * 2 * 4 * 2 * (3 + 2.5) * 8 / 2) / large_model.PEAK_BYTES
+    decode = 5 * (2 * (body + 40 * 16) + 2 * 2 * 2 * 4 * 2 * (3 + 2.5) * 8 / 2) / 4.8e12
     for words, tokens in (("all tokens", 64), ("prompts once", 52)):
         update = work[tokens] / measure.PEAK_FLOPS
         assert figures[f"MFU of the update, {words}"] == pytest.approx(update)
         assert figures[f"least step / step, {words}"] == pytest.approx((update * 7 / 6 + decode) / 2)
+    unknown = large_model.shares(config, small_model, step | {"time/step": 2.0}, rate=None)
+    assert set(unknown) == {"MFU of the update, all tokens", "MFU of the update, prompts once"}
+
+
+def test_the_share_of_the_memory_roofline_is_bytes_by_bandwidth_and_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen2 0.5B: 494,032,768 weights, the embedding being the output layer; 12,288 bytes of keys and values a token.
+
+    A decode step of 512 sequences of 123 + 128 tokens reads 0.988 + 1.579 GB; 256 of them are 0.1369 s at 4.8 TB/s.
+    """
+    AutoConfig.for_model("qwen2", **workload.SHAPES["qwen2-0.5b"]).save_pretrained(tmp_path)
+    config, lm = from_tree(with_overrides({}, workload.GPU)), measure.shape_of(str(tmp_path))
+    now = {"response/length_mean": 256, "response/length_max": 256, "time/rollout": 1.09, "time/generation": 1.0}
+    now |= {"tokens/update_per_s": 512 * (123 + 256) / 0.9, "time/update": 0.9}
+    least = step.least_s(config, lm, 4.8e12, now)
+    assert least == pytest.approx(256 * (988_065_536 + 512 * 251 * 12_288) / 4.8e12)
+    assert least == pytest.approx(0.1369, abs=1e-4)
+    shorter = now | {"response/length_mean": 128, "tokens/update_per_s": 512 * (123 + 128) / 0.9}
+    halved = 256 * 988_065_536 + 128 * 512 * 187 * 12_288  # weights as often, keys and values half as often
+    assert step.least_s(config, lm, 4.8e12, shorter) == pytest.approx(halved / 4.8e12)
+    epochs = from_tree(with_overrides({}, workload.GPU | {"train.ppo_epochs": 2, "rollout.num_engines": 2}))
+    twice = now | {"tokens/update_per_s": 512 * (123 + 256) * 2 / 0.9}
+    halves = 256 * (988_065_536 + 256 * 251 * 12_288)
+    assert step.least_s(epochs, lm, 4.8e12, twice) == pytest.approx(halves / 4.8e12)
+    # The row, on a GPU whose memory is known: what drawing took, by that.
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    row = {"decode, share of the memory roofline": pytest.approx(0.1369 / 1.09, abs=1e-4)}
+    assert step.decoding(config, str(tmp_path), [now]) == row
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    assert not step.decoding(config, str(tmp_path), [now])
+
+
+def test_the_speed_of_memory_is_known_by_the_name_of_the_gpu() -> None:
+    assert measure.bandwidth("NVIDIA H200") == 4.8e12
+    assert measure.bandwidth("NVIDIA H100 80GB HBM3") == 3.35e12
+    assert measure.bandwidth("NVIDIA H100 PCIe") is None  # another memory
+    assert measure.bandwidth("Tesla T4") is None
+    assert not step.decoding(settings(), "/nowhere", [])  # on a CPU
 
 
 def test_a_recipe_keeps_its_settings_but_for_model_and_prompts(tmp_path: Path) -> None:
@@ -266,6 +355,7 @@ def test_verls_tokenizer_has_a_token_for_each_output_of_the_model(tmp_path: Path
     assert len(known) < 200 and len(given) == 5000
     assert known.get_vocab().items() <= given.get_vocab().items()
     assert given.encode("What is 12 + 3?") == known.encode("What is 12 + 3?")
+    assert given.eos_token_id == known.eos_token_id  # which ends its responses
 
 
 def test_rlx_is_compared_with_verls_fastest_way() -> None:
@@ -440,12 +530,11 @@ def test_a_critic_is_trained_too(small_model: str) -> None:
 
 def test_a_step_ahead_is_compared_with_the_parts_of_one_that_is_not() -> None:
     now = {"time/rollout": 2.8, "time/reward": 0.1, "time/logprobs": 0.6, "time/update": 2.0, "time/sync": 0.5}
-    now |= {"time/step": 6.0, "time/generation": 3.0}  # for 0.2 s the trainer scored completions meanwhile
+    now |= {"time/step": 6.0, "time/generation": 3.0}  # for 0.2 s the trainer scored a chunk meanwhile
     figures = step.compared([now], [{"time/step": 3.3}])
     assert figures["step with k = 1 / max(rollout, update)"] == pytest.approx(1.1)
     assert figures["step with k = 1 / step with k = 0"] == pytest.approx(0.55)
     assert figures["the least that could be"] == pytest.approx(3.2 / 6.0)
-    assert step.ahead(settings(train__steps=7)).train.steps == 8  # one of which generates nothing
     parts = step.parts([now])
     assert parts["rollout / step"] == pytest.approx(2.8 / 6.0) and parts["engines draw, s"] == 3.0
 
