@@ -301,21 +301,25 @@ def ending(model: Any, mean: int) -> Any:
     end = model.config.eos_token_id
     with torch.no_grad():
         large = steady(model)
-        row = model.lm_head.weight[:, 0].float() * large  # the logits, but for what differs from token to token
-        row[end] = -math.inf
+        others = model(input_ids=_some_tokens(model), use_cache=False).logits.float()
+        others[..., end] = -math.inf
         model.lm_head.weight[end] = 0.0
-        model.lm_head.weight[end, 0] = (row.logsumexp(0) - math.log(mean - 1)) / large
+        model.lm_head.weight[end, 0] = (others.logsumexp(-1).mean() - math.log(mean - 1)) / large
     return model
 
 
 def steady(model: Any) -> float:
     """Makes the first number of a random model's hidden states large at every token, and returns what the output layer
     reads of it."""
+    model.model.embed_tokens.weight[:, 0] = 100.0
+    states = model.model(input_ids=_some_tokens(model), use_cache=False).last_hidden_state
+    return float(states[..., 0].float().mean())
+
+
+def _some_tokens(model: Any) -> Any:
     import torch
 
-    model.model.embed_tokens.weight[:, 0] = 100.0
-    ids = torch.arange(6, 22, device=model.device)[None]
-    return float(model.model(input_ids=ids, use_cache=False).last_hidden_state[..., 0].float().mean())
+    return torch.arange(6, 22, device=model.device)[None]
 
 
 def counted_steps(config: RunConfig, tables: Mapping[str, Any], name: str = "bench") -> list[dict[str, Any]]:

@@ -175,6 +175,17 @@ def test_as_many_steps_of_rlx_are_counted_as_of_the_others(steps: int, monkeypat
     assert figures["mean response, tokens"] == workload.WARM + (1 + steps) / 2  # the median of that many
 
 
+def test_a_model_ends_its_responses_at_each_token_with_the_same_chance() -> None:
+    """Whatever its other weights add to the logits, here much: within what bfloat16 tells apart."""
+    small = {"vocab_size": 2000, "num_hidden_layers": 2, "initializer_range": 0.05, "tie_word_embeddings": False}
+    with tiny.private_torch_state(0):
+        tokenizer = tiny.build_tokenizer()
+        model = workload.ending(workload.random_model("qwen2-30m", tokenizer, **small), 64).float()
+        logits = model(input_ids=torch.randint(6, 2000, (2, 32), device=model.device)).logits
+    chances = logits.softmax(-1)[..., tokenizer.eos_token_id].mean(0)
+    assert (64 * chances).tolist() == pytest.approx([1.0] * 32, rel=0.08)
+
+
 def test_a_known_model_ends_its_responses_after_half_of_the_most_tokens_in_the_mean() -> None:
     ending = from_tree(with_overrides({}, workload.GPU | {"model.path": "/models/qwen2-0.5b-ending"}))
     assert workload.mean_response(ending) == pytest.approx(128, abs=0.5)
