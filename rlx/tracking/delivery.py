@@ -104,29 +104,31 @@ class Delivery:
         if entry.kind == EntryKind.OPEN:
             self._open_run(**entry.content)
             return
-        if self._writer is None:
+        if self._writer is None or self._failures:  # another process may have made a new run meanwhile
             existing = outbox.run_id(self._folder, self.service.name)
             if existing is None:
                 raise _RunNotCreatedError
-            self._use_run(existing)
+            if self._writer is None or existing != self._run_id:
+                self._use_run(existing)
+        assert self._writer
         getattr(self._writer, entry.kind)(**entry.content)
 
     def _open_run(self, *, parent: str | None, at: int, **description: Any) -> None:
         """Continues the run of the folder, or creates it and writes its id to run.json."""
         record = outbox.read_run_record(self._folder)
         assert record.key  # `OutboxTracker.open` has written it
-        existing = record.ids.get(self.service.name)
+        before = existing = record.ids.get(self.service.name)
         if existing is None or not self.service.reopen_run(existing, at):
-            if existing:
-                self._notify_once(
-                    f"{self.service.title} run {existing} is not in {self.service.address}: "
-                    "what comes now is recorded in a new one"
-                )
             parent_id = outbox.run_id(Storage(self._folder.filesystem, parent), self.service.name) if parent else None
             if parent and parent_id is None:
                 raise _RunNotCreatedError
             existing = self.service.make_run(record.key, parent=parent_id, at=at, **description)
             outbox.add_run_id(self._folder, self.service.name, existing)
+            if before:
+                self._notify_once(
+                    f"{self.service.title} run {before} is not in {self.service.address}: "
+                    "what comes now is recorded in a new one"
+                )
         self._use_run(existing)
 
     def _use_run(self, run_id: str) -> None:

@@ -19,9 +19,12 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
+from pydantic import validate_call
+
 from rlx.config.errors import ConfigError
 from rlx.config.sections.records import BackendName
 from rlx.storage.filesystem import Storage, StorageError, retry, write_record
+from rlx.tracking.base import RunStatus, RunWriter, TrackingService
 from rlx.types import sendable
 
 _ID = "_run"
@@ -50,6 +53,8 @@ class OutboxEntry:
 
     def __post_init__(self) -> None:
         self.content = _sendable(self.content)
+        if self.kind == EntryKind.END:
+            self.content["status"] = RunStatus(self.content["status"])
 
 
 @dataclass(frozen=True)
@@ -87,13 +92,18 @@ def run_id(folder: Storage, service: BackendName = "mlflow") -> str | None:
 
 def pending(folder: Storage) -> int:
     """How many entries of a run wait in its outbox, over all writers and services."""
-    return sum(len(entry_names(folder / "outbox" / name)) for name in (folder / "outbox").names())
+    return sum(len(entry_names(queue)) for queue in _queues(folder))
 
 
 def unfinished_writers(folder: Storage) -> list[str]:
     """The writers of a run that have left entries."""
-    names = [name for name in (folder / "outbox").names() if entry_names(folder / "outbox" / name)]
-    return sorted({name.partition(".")[0] for name in names})
+    return sorted({queue.name.partition(".")[0] for queue in _queues(folder) if entry_names(queue)})
+
+
+def _queues(folder: Storage) -> list[Storage]:
+    """The folders in the outbox of a run; a desktop may have put files beside them."""
+    queues = [folder / "outbox" / name for name in (folder / "outbox").names()]
+    return [queue for queue in queues if queue.size() is None]
 
 
 def entries_of(folder: Storage, writer: str, service: BackendName) -> Storage:
@@ -116,7 +126,16 @@ def read_entry(file: Storage) -> OutboxEntry | None:
         saved = file.read_json()
     except FileNotFoundError:
         return None
-    return OutboxEntry(EntryKind(saved["kind"]), dict(saved["content"]), file)
+    except OSError:
+        if file.exists() and file.size() is None:
+            raise ValueError(f"{file.path} is a folder") from None
+        raise
+    kind, content = EntryKind(saved["kind"]), dict(saved["content"])
+    if kind == EntryKind.OPEN:
+        validate_call(TrackingService.make_run)(None, key="", **content)  # type: ignore[call-arg]
+    else:
+        validate_call(getattr(RunWriter, kind))(None, **content)
+    return OutboxEntry(kind, content, file)
 
 
 def read_run_record(folder: Storage) -> RunRecord:

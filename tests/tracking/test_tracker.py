@@ -427,22 +427,50 @@ def test_a_refused_record_is_dropped_and_the_next_one_is_sent(database: str, fol
     assert message.startswith("MLflow refused a record, which is left out: Invalid value")
 
 
-def test_a_deleted_run_fails_nothing_and_a_resume_creates_a_new_one(server: Server, folder: Storage) -> None:
-    server.up()
+@pytest.mark.parametrize("kind", ["run", "experiment"])
+def test_records_wait_while_the_run_or_its_experiment_is_deleted(kind: str, database: str, folder: Storage) -> None:
     messages = Messages()
-    tracker = opened_tracker(server.uri, folder, messages)
-    gone = tracker.run_id
-    mlflow.client(server.uri).delete_run(gone)
-    tracker.log({"reward/mean": 0.0}, 0)
-    tracker.log({"reward/mean": 0.125}, 1)
+    tracker, client = opened_tracker(database, folder, messages), mlflow.client(database)
+    experiment = tracked_run(database, folder).experiment_id
+    delete, restore, its_id, command = {
+        "run": (client.delete_run, client.restore_run, tracker.run_id, "runs restore --run-id"),
+        "experiment": (client.delete_experiment, client.restore_experiment, experiment, "experiments restore -x"),
+    }[kind]
+    delete(its_id)
+    log_steps(tracker, 0, 1)
+    tracker.end(RunStatus.FINISHED)
+    assert f"{command} {its_id}` restores it): training goes on, they are kept in" in messages.next()
+    assert tracker.close(0) == 5
+    restore(its_id)
+    assert send_pending([MLflowService(database)], folder, patience_s=LONG_S) == 0
+    assert logged(database, folder) == expected(0, 1) and tracked_run(database, folder).status == "FINISHED"
+
+
+def test_a_resume_of_a_deleted_run_creates_a_new_one(database: str, folder: Storage) -> None:
+    messages = Messages()
+    tracker = opened_tracker(database, folder)
     assert tracker.close(LONG_S) == 0
-    (message,) = messages.all()
-    assert message.startswith("MLflow refused a record, which is left out: ")
-    again = opened_tracker(server.uri, folder, messages)
+    mlflow.client(database).delete_run(tracker.run_id)
+    again = OutboxTracker([MLflowService(database)], folder, "rank_0", messages.put)
+    open_run(again)
     log_steps(again, 0, 1)
     assert again.close(LONG_S) == 0
-    assert messages.all() == [f"MLflow run {gone} is not in {server.uri}: what comes now is recorded in a new one"]
-    assert logged(server.uri, folder) == expected(0, 1)
+    told = f"MLflow run {tracker.run_id} is not in {database}: what comes now is recorded in a new one"
+    assert messages.all() == [told] and logged(database, folder) == expected(0, 1)
+
+
+def test_a_resume_of_a_run_whose_experiment_is_deleted_waits_for_it(database: str, folder: Storage) -> None:
+    messages = Messages()
+    tracker, client = opened_tracker(database, folder), mlflow.client(database)
+    assert tracker.close(LONG_S) == 0
+    experiment = tracked_run(database, folder).experiment_id
+    client.delete_experiment(experiment)
+    again = OutboxTracker([MLflowService(database)], folder, "rank_0", messages.put)
+    open_run(again)
+    command = f"MLFLOW_TRACKING_URI={database} mlflow experiments restore -x {experiment}"
+    assert f"takes no records (experiment 'rlx' is deleted: `{command}` restores it)" in messages.next()
+    client.restore_experiment(experiment)
+    assert (again.close(LONG_S), again.run_id) == (0, tracker.run_id)
 
 
 @pytest.mark.slow
@@ -531,7 +559,15 @@ def test_a_service_that_is_dropped_leaves_its_records_where_they_are(folder: Sto
     assert (send_pending([board], folder), outbox.pending(folder)) == (0, 1)
 
 
-@pytest.mark.parametrize("text", ["", "[1", "{}", '{"kind": "rm", "content": {}}', '{"kind": [], "content": {}}', "[]"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[1", "{}", "[]", '{"kind": "rm", "content": {}}', '{"kind": [], "content": {}}'),
+        *('{"kind": "log", "content": []}', '{"kind": "log", "content": {"metrics": {"a": "b"}, "step": 1, "at": 1}}'),
+        '{"kind": "log", "content": {"metrics": {}, "step": 1, "at": 1, "new": 2}}',
+        *('{"kind": "end", "content": {"status": "GONE", "at": 1}}', '{"kind": "open", "content": {"at": 1}}'),
+    ],
+)
 def test_a_damaged_record_is_named_and_the_next_is_sent(text: str, database: str, folder: Storage) -> None:
     opened_tracker(database, folder).close(LONG_S)
     damaged = folder / "outbox" / "rank_0" / "000007.json"
@@ -542,6 +578,18 @@ def test_a_damaged_record_is_named_and_the_next_is_sent(text: str, database: str
     assert tracker.close(LONG_S) == 0
     assert messages.all() == [f"{damaged.path} is damaged: it is not sent to MLflow"]
     assert logged(database, folder) == expected(0)
+
+
+def test_what_is_no_record_in_an_outbox_keeps_nothing_waiting(database: str, folder: Storage) -> None:
+    """A desktop puts files into folders that it shows."""
+    opened_tracker(database, folder).close(LONG_S)
+    (folder / "outbox" / ".DS_Store").write_text("x")
+    assert (outbox.pending(folder), outbox.unfinished_writers(folder)) == (0, [])
+    entry = folder / "outbox" / "rank_0" / "000001.json"
+    entry.filesystem.create_dir(entry.path)
+    messages = Messages()
+    assert send_pending([MLflowService(database)], folder, messages.put, LONG_S) == 0
+    assert messages.all() == [f"{entry.path} is damaged: it is not sent to MLflow"]
 
 
 @pytest.mark.parametrize("text", ["", "[1", "7"])

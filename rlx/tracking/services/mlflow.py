@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from rlx.config.errors import ConfigError, nearest
 from rlx.tracking.base import ERROR_TAG, MetricPoint, Reach, RunStatus, TrackedRun
 from rlx.tracking.services import artifact_places, mlflow_page
-from rlx.tracking.services.mlflow_errors import cause, is_refusal, without_password
+from rlx.tracking.services.mlflow_errors import cause, deleted, is_refusal, without_password
 from rlx.tracking.services.mlflow_page import PAUSED, paused_ms
 from rlx.tracking.services.origin import origin_tags
 
@@ -156,8 +156,13 @@ class MLflowService:
         return is_refusal(error)
 
     def cause(self, error: Exception) -> str:
-        """Why the MLflow client failed, in a few words and without a password."""
-        return cause(error)
+        """Why the MLflow client failed, in a few words and without a password; how to restore what is deleted."""
+        if (gone := deleted(error)) is None:
+            return cause(error)
+        try:
+            return mlflow_page.way_back_of(self.address, client(self.uri), *gone)
+        except Exception:  # the error type depends on the kind of store
+            return cause(error)
 
 
 class MLflowRun:
@@ -224,10 +229,16 @@ class MLflowRun:
 
 
 def _experiment_id(uri: str, name: str) -> str:
-    """The id of the experiment with a name; creates the experiment if it does not exist."""
+    """The id of the experiment with a name; creates the experiment if it does not exist.
+
+    Raises:
+        ConfigError: it is deleted.
+    """
     from mlflow.exceptions import MlflowException
 
     if found := client(uri).get_experiment_by_name(name):
+        if way_back := mlflow_page.way_back(without_password(uri), found):
+            raise ConfigError(f"experiment {way_back}")
         return str(found.experiment_id)
     # Without this tag, the MLflow page opens the experiment at its traces.
     kind = {"mlflow.experimentKind": "custom_model_development"}

@@ -12,6 +12,7 @@ from rlx.config.errors import one_line
 # Without BAD_REQUEST: MLflow also answers that when its database has run out of connections.
 # Nor RESOURCE_DOES_NOT_EXIST: a run whose id is known has been created, so another store answers than the right one.
 _REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS"}
+_DELETED = re.compile(r"^(?:INVALID_PARAMETER_VALUE: )?The (run|experiment) (\S+) must be in the 'active' state")
 _REFUSED_UPLOADS = {400, 413}  # HTTP status of a refused artifact
 _CAUSE = re.compile(
     r"connection refused|timed out|connection reset|remote end closed|too many \d+ error responses"
@@ -21,9 +22,16 @@ _CAUSE = re.compile(
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether MLflow rejected a request, so that another attempt is useless."""
+    """Whether MLflow rejected a request, so that another attempt is useless. What is deleted may be restored."""
     http_status = getattr(getattr(error, "response", None), "status_code", None)
-    return getattr(error, "error_code", None) in _REFUSALS or http_status in _REFUSED_UPLOADS
+    refused = getattr(error, "error_code", None) in _REFUSALS and deleted(error) is None
+    return refused or http_status in _REFUSED_UPLOADS
+
+
+def deleted(error: Exception) -> tuple[str, str] | None:
+    """Whether a run or an experiment is deleted, "run" or "experiment", and its id; None: the error is another one."""
+    found = _DELETED.match(str(error))
+    return (found[1], found[2]) if found else None
 
 
 def cause(error: Exception) -> str:

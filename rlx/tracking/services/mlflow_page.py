@@ -62,6 +62,15 @@ def way_back(uri: str, experiment: Any) -> str:
     return f"{experiment.name!r} is deleted: `{command}` restores it"
 
 
+def way_back_of(uri: str, client: Any, kind: str, its_id: str) -> str:
+    """The same of a deleted run or experiment by its id. With an experiment, MLflow deletes and restores its runs."""
+    experiment = client.get_experiment(client.get_run(its_id).info.experiment_id if kind == "run" else its_id)
+    if way := way_back(uri, experiment):
+        return f"experiment {way}"
+    command = f"MLFLOW_TRACKING_URI={shlex.quote(uri)} mlflow runs restore --run-id {its_id}"
+    return f"run {its_id} is deleted: `{command}` restores it"
+
+
 def run_path(experiment_id: str, run_id: str) -> str:
     """What follows the address of the server in that of a run's page."""
     return f"/#/experiments/{experiment_id}/runs/{run_id}{_TRAINING_VIEW}"
