@@ -347,22 +347,25 @@ def load_model(
     Args:
         checkpoint: a folder or address, or NAME, NAME@STEP or NAME@best of a run; or a checkpoint of Ray, as
             `Result.checkpoint` has it, of a run or of a trial.
-        storage: the address of the storage of a run that is named; None: the default of the setting `storage`.
+        storage: the address of the storage of a run that is named, and of the tiny model; None: the one that the
+            checkpoint lies in, or else the default of the setting `storage`.
 
     Raises:
         ConfigError, StorageError: there is no such complete checkpoint.
     """
     from rlx.runs import export, run_folder
+    from rlx.storage.addresses import storage_above
     from rlx.storage.filesystem import Storage
 
     if isinstance(checkpoint, str | Path):
-        _, entry = run_folder.checkpoint_of(str(checkpoint), storage or RunConfig().storage)
+        address, entry = run_folder.checkpoint_of(str(checkpoint), storage or RunConfig().storage)
     elif not hasattr(checkpoint, "filesystem"):
         what = "a folder, an address, NAME, NAME@STEP or NAME@best of a run, or a checkpoint of Ray"
         raise ConfigError(f"load_model: expected {what}, not {type(checkpoint).__name__}")
     else:
         entry = run_folder.pointed_checkpoint(Storage(checkpoint.filesystem, checkpoint.path))
-    return export.exported_model(entry)
+        address = entry.folder.path if entry.folder.is_local else ""
+    return export.exported_model(entry, storage or storage_above(address) or RunConfig().storage)
 
 
 def load_sweep(

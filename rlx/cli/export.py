@@ -20,6 +20,7 @@ from rlx.config.run import RunConfig
 from rlx.runs import run_folder
 from rlx.runs.preflight import tracking_uri
 from rlx.storage import signatures
+from rlx.storage.addresses import storage_above
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.tracking.services import mlflow, mlflow_errors
 from rlx.tracking.services.mlflow import MLflowService
@@ -61,11 +62,11 @@ def write(args: argparse.Namespace) -> int:
     """Finds the checkpoint, exports it, and prints what it is and how to load it."""
     check_model_name(args.register)
     out = free_folder(args, args.out) if args.out else None
-    _, checkpoint = run_folder.checkpoint_of(which(args.run, args.checkpoint), args.storage)
+    address, checkpoint = run_folder.checkpoint_of(which(args.run, args.checkpoint), args.storage)
     manifest = checkpoint.manifest
     assert manifest
     check_recorded(args.register, manifest.mlflow_run_id)
-    config = run_config(args, checkpoint)
+    config = run_config(args, address, checkpoint)
     folder = out or free_folder(args, default_folder(args, f"{config.name}-{checkpoint.name}"))
     from rlx.runs import export  # slow to import
 
@@ -102,11 +103,14 @@ def check_recorded(name: str | None, run_id: str | None) -> None:
         )
 
 
-def run_config(args: argparse.Namespace, checkpoint: CheckpointEntry) -> RunConfig:
-    """Returns the config of the checkpoint's run, with the storage's address of today if the run is named."""
+def run_config(args: argparse.Namespace, address: str, checkpoint: CheckpointEntry) -> RunConfig:
+    """Returns the config of the checkpoint's run, with the address of the storage that it lies in today.
+
+    That of a checkpoint which lies elsewhere is --storage: what it was written in may be another person's choice.
+    """
     tree = run_folder.inherited_settings(checkpoint, print, trust=args.trust, used=signatures.USED_BY_EXPORTS)
     config = from_tree(tree, f"checkpoint {checkpoint.name}")
-    return config if "/" in args.run else config.model_copy(update={"storage": args.storage})
+    return config.model_copy(update={"storage": storage_above(address) or args.storage})
 
 
 def default_folder(args: argparse.Namespace, name: str) -> str:

@@ -15,12 +15,12 @@ import pyarrow.compute as pc
 from rlx.cli import listing
 from rlx.cli.arguments import add_storage, positive_int, terminal_width
 from rlx.cli.options import CommandParser, exit_code
-from rlx.config.errors import ConfigError, printable
+from rlx.config.errors import ConfigError, one_line, printable
 from rlx.runs import run_folder
 from rlx.samples import choosing, page, reader
 from rlx.samples.columns import Kind
 from rlx.samples.reader import KeptCompletion, KeptStep
-from rlx.storage.filesystem import Storage
+from rlx.storage.filesystem import Storage, replace_file
 
 _ROWS, _CHARACTERS = 16, 280  # of the terminal's table, and of a text in it
 _SHARE = "tracking.completions is the share of the prompts that are kept"
@@ -176,7 +176,10 @@ def write_page(args: argparse.Namespace) -> int:
         raise ConfigError(f"no step of run {' and run '.join(names)} has kept a completion: {_SHARE}")
     title = f"Completions of run {' and run '.join(names)}"
     facts = {name: f"{run.path}/completions" for name, run in runs}
-    file.write_text(page.completions_page(title, shown, facts))
+    try:
+        replace_file(file, page.completions_page(title, shown, facts).encode())
+    except OSError as error:  # a full disk; what was there stays
+        raise ConfigError(f"--html {file} cannot be written: {one_line(error)}") from None
     count, kept = sum(len(step.rows) for step in shown), sum(step.kept for step in shown)
     print(f"{count} of {kept} completions of {len(shown)} steps and evaluations are in {file}")
     return 0

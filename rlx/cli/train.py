@@ -253,7 +253,7 @@ def _telling(folder: Storage, storage: str) -> Iterator[None]:
 
 
 def _way_on(folder: Storage, storage: str, refused: bool = False) -> str:
-    """What continues a run, and from where; empty if the run has not begun, or if its workers refused its settings.
+    """What continues a run, and from where; empty if nothing does, or if its workers refused its settings.
 
     A checkpoint shows that workers have taken the settings before: then the cause may be a node.
     """
@@ -265,8 +265,9 @@ def _way_on(folder: Storage, storage: str, refused: bool = False) -> str:
     try:
         if not run_folder.holds_run(folder):
             return ""
-        if checkpoint_catalog.was_saved(folder):
-            return f"{resumes} continues the run from its newest checkpoint"
+        if saved := checkpoint_catalog.saved_checkpoints(folder):
+            is_left = any(entry.manifest for entry in saved)
+            return f"{resumes} continues the run from its newest checkpoint" if is_left else ""
     except (OSError, StorageError):  # which may be why the run has failed
         return f"{resumes} continues the run"
     return "" if refused else f"{resumes} begins it again: it has no checkpoint yet"

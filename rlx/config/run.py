@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import pydantic
-from pydantic import Field, NonNegativeFloat, ValidationError
+from pydantic import AfterValidator, Field, NonNegativeFloat, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -43,6 +43,14 @@ RUN_NAME, LONGEST_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$", 128
 """what runs and sweeps are called, and with them their folders"""
 
 
+def _check_name(name: str) -> str:
+    if not re.fullmatch(RUN_NAME, name):
+        near = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-").rstrip("-")
+        hint = f"; nearest: {near}" if near else ""
+        raise ValueError(f"a name has only letters a-z, digits, . _ - and begins with a letter or digit{hint}")
+    return name
+
+
 class RunConfig(Section):
     """All settings of a run; a copy is saved in the run's folder.
 
@@ -50,7 +58,7 @@ class RunConfig(Section):
         ConfigError: an unknown setting, a bad value, or settings that do not work together.
     """
 
-    name: str | None = Field(default=None, pattern=RUN_NAME, max_length=LONGEST_NAME)
+    name: Annotated[str, Field(max_length=LONGEST_NAME), AfterValidator(_check_name)] | None = None
     """name of the run and of its folder under storage; unset: ppo-1, ppo-2, ..."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """seed of the prompt order and of sampling"""

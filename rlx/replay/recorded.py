@@ -6,7 +6,6 @@ Everything is read alone. Left out: doing steps again (branches.py).
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from rlx.config.sections.records import TrackingConfig
 from rlx.runs import preflight, run_folder
 from rlx.samples import evaluations
 from rlx.storage import checkpoint_catalog, signatures
+from rlx.storage.addresses import storage_above
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.filesystem import Storage
 from rlx.tracking import changes, outbox
@@ -26,7 +26,6 @@ from rlx.tracking.services.reachable import check_mlflow
 
 StepMetrics = Mapping[int, Mapping[str, float]]
 """metrics by step and name, as they were logged"""
-_FOLDER = re.compile(r"(?P<storage>.+?)(/sweeps/[^/]+)?/runs/[^/?]+/?(?P<options>\?.*)?")
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,7 @@ class RecordedRun:
     @property
     def storage(self) -> str:
         """The address of the storage that the run lies in, also if it is a trial of a sweep."""
-        found = _FOLDER.fullmatch(self.address)
-        return found["storage"] + (found["options"] or "") if found else str(self.newest["storage"])
+        return storage_above(self.address) or str(self.newest["storage"])
 
     @property
     def steps(self) -> int:

@@ -92,10 +92,14 @@ def export(checkpoint: CheckpointEntry, options: Export, folder: Path) -> float:
             return _checked_difference(trained, written, _LIMITS[config.model.dtype])
 
 
-def exported_model(checkpoint: CheckpointEntry) -> tuple[Any, Any]:
+def exported_model(checkpoint: CheckpointEntry, storage: str) -> tuple[Any, Any]:
     """Returns a checkpoint's policy as a model of transformers, in float32, adapters merged in, and its tokenizer.
 
     model.trust_remote_code counts as unset if somebody else wrote the checkpoint.
+
+    Args:
+        storage: the address of the storage in which a model of rlx's own is, or is made: not that in the checkpoint,
+            which may have been moved, or be another person's.
 
     Raises:
         ConfigError, DamagedError, CheckpointError, StorageError, OSError: as `export`.
@@ -106,7 +110,7 @@ def exported_model(checkpoint: CheckpointEntry) -> tuple[Any, Any]:
     reading = f"reading checkpoint {checkpoint.name}"
     retry(partial(checkpoint_catalog.verify, checkpoint, checkpoint.manifest.files), reading)
     with no_progress_bars():
-        policy, tokenizer = _load(config.model, config.seed, preflight.model_folder(config.model.path, config.storage))
+        policy, tokenizer = _load(config.model, config.seed, preflight.model_folder(config.model.path, storage))
     retry(partial(_fill, policy, checkpoint, average=False), reading)
     _merge_adapters(policy)
     return policy.lm, tokenizer

@@ -305,7 +305,7 @@ def _go_on(folder: Storage, tree: Mapping[str, Any], notify: Notify) -> None:
     """Prepares the folder of a run for a resume with the settings of a tree."""
     (folder / _TRAIN_RECORD).delete()
     saved = saved_config(folder)
-    if begins_again := not checkpoint_catalog.was_saved(folder):
+    if begins_again := not checkpoint_catalog.saved_checkpoints(folder):
         notify("no checkpoint yet: the run begins again with its first step")
     before, now = (from_tree(dict(each)).train.steps for each in (saved, tree))
     if now < before:  # no service can be asked to forget a step

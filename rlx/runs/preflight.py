@@ -58,7 +58,7 @@ from rlx.storage.addresses import local_folder, open_storage, resolve_address
 from rlx.storage.filesystem import Storage, check_free
 from rlx.tracking import metrics
 from rlx.tracking.base import TrackingService
-from rlx.tracking.services import mlflow
+from rlx.tracking.services import artifact_places, mlflow
 from rlx.tracking.services.reachable import check_packages
 from rlx.tracking.tracker import services_of
 from rlx.types import Replay
@@ -195,6 +195,8 @@ def absolute_paths(config: RunConfig) -> dict[str, Any]:
         changed["data.sources"] = [_resolved(each) for each in config.data.sources]
     if config.eval.sets:
         changed["eval.sets"] = [_resolved(each) for each in config.eval.sets]
+    if config.tracking.uri:
+        changed["tracking.uri"] = artifact_places.absolute_uri(config.tracking.uri)
     return existing | changed | {"storage": resolve_address(config.storage)}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.config.experiment import following_engines, tell_followers
 from rlx.config.loading import from_tree, parse_yaml, with_overrides
-from rlx.config.run import RunConfig
+from rlx.config.run import RUN_NAME, RunConfig
 from rlx.config.sections.base import differences, flatten
 from rlx.config.sections.records import CheckpointConfig
 from rlx.config.sweep import DEFAULT_METRIC
@@ -84,7 +85,7 @@ def find(runs: Storage, name: str) -> Storage:
         ConfigError: there is no run of that name; the text has the nearest name.
     """
     names = runs.names()
-    if name in names:
+    if name in names and re.fullmatch(RUN_NAME, name) and (runs / name).size() is None:  # no file of a desktop
         if holds_run(runs / name):
             return runs / name
         interrupted = f"has not begun, its start was interrupted: rlx train --name {name} begins it"
@@ -244,12 +245,16 @@ def check_stays(what: str, storage: str, overrides: Mapping[str, Any]) -> None:
 
 
 def _check_checkpoints(folder: Storage) -> None:
-    """Raises ConfigError if all checkpoints of a run are gone: it would begin again, over its record.
+    """Raises ConfigError if all checkpoints of a run are damaged, or gone: it would begin again, over its record.
 
     A run that was killed before its first one was complete has had none, and begins again.
     """
+    saved = checkpoint_catalog.saved_checkpoints(folder)
+    if saved and not any(entry.manifest for entry in saved):
+        newest = f"the newest, {saved[-1].name}, cannot be used: {saved[-1].problem}"
+        raise ConfigError(f"run {folder.name!r} has no whole checkpoint in {folder.path}: {newest}; start a new run")
     had_some = (folder / checkpoint_catalog.SAVED).exists() or finished_metrics(folder, 0)
-    if had_some and not checkpoint_catalog.was_saved(folder):
+    if had_some and not saved:
         raise ConfigError(
             f"run {folder.name!r} has had checkpoints, and none of them is left in {folder.path}: put one back with "
             "all of its files, or start a new run; this one would begin again, over its record"

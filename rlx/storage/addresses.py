@@ -29,6 +29,7 @@ _S3_CONNECT_TIMEOUT_S, _S3_REQUEST_TIMEOUT_S = 5.0, 30.0
 _S3_ATTEMPTS = 5  # of one request; the SDK waits longer each time
 
 
+_BELOW = re.compile(r"(?P<storage>.+?)(/sweeps/[^/]+)?/runs/[^/?]+(/step_\d+)?/?(?P<options>\?.*)?")
 _SCHEMES, _SCHEME = ("file", "s3"), re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/{1,2})")
 
 
@@ -79,6 +80,12 @@ def join_address(address: str, *names: str) -> str:
     resolved = resolve_address(address)
     folder = without_options(resolved)
     return "/".join([folder.rstrip("/"), *names]) + resolved[len(folder) :]
+
+
+def storage_above(address: str) -> str | None:
+    """Returns the address of the storage that a run, a trial or a checkpoint lies in; None for what lies elsewhere."""
+    found = _BELOW.fullmatch(address)
+    return found["storage"] + (found["options"] or "") if found else None
 
 
 def without_options(address: str) -> str:

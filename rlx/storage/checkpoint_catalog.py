@@ -123,13 +123,13 @@ def complete_checkpoints(run: Storage) -> list[CheckpointEntry]:
     return [entry for entry in list_checkpoints(run) if entry.manifest]
 
 
-def was_saved(run: Storage) -> bool:
-    """Whether a run has checkpoints, be they damaged; those that were never finished are none.
+def saved_checkpoints(run: Storage) -> list[CheckpointEntry]:
+    """Returns the checkpoints in a run's folder, oldest first, be they damaged; those never finished are none.
 
     Raises:
         StorageError: another version of rlx wrote one of them.
     """
-    return any(entry.state is not CheckpointState.UNFINISHED for entry in list_checkpoints(run))
+    return [entry for entry in list_checkpoints(run) if entry.state is not CheckpointState.UNFINISHED]
 
 
 def read_checkpoint(folder: Storage) -> CheckpointEntry:

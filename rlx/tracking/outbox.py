@@ -131,10 +131,8 @@ def read_entry(file: Storage) -> OutboxEntry | None:
             raise ValueError(f"{file.path} is a folder") from None
         raise
     kind, content = EntryKind(saved["kind"]), dict(saved["content"])
-    if kind == EntryKind.OPEN:
-        validate_call(TrackingService.make_run)(None, key="", **content)  # type: ignore[call-arg]
-    else:
-        validate_call(getattr(RunWriter, kind))(None, **content)
+    request: Any = partial(TrackingService.make_run, key="") if kind == EntryKind.OPEN else getattr(RunWriter, kind)
+    validate_call(request)(None, **content)  # of the protocol, which does nothing
     return OutboxEntry(kind, content, file)
 
 

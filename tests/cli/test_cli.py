@@ -25,7 +25,7 @@ from rlx.runs import launch, preflight
 from rlx.runs.run_folder import finished_metrics
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
-from rlx.tracking.services import mlflow
+from rlx.tracking.services import artifact_places, mlflow
 
 ROOT = Path(__file__).resolve().parents[2]
 Refused = Callable[..., str]
@@ -227,6 +227,27 @@ def test_paths_are_kept_good_for_any_working_directory(tmp_path: Path, monkeypat
     }  # "tiny" and a dataset are no paths
     named = from_tree({"model": {"path": "org/name"}, "reward": {"functions": {"model": 1}, "model": "org/judge"}})
     assert preflight.absolute_paths(named) == {"storage": f"{tmp_path}/storage"}
+
+
+@pytest.mark.parametrize(
+    ("uri", "expected"),
+    [
+        ("sqlite:///m/x.db", "sqlite:///{here}/a%%20b/m/x.db"),
+        ("sqlite:///../x%20y.db?timeout=3", "sqlite:///{here}/x%20y.db?timeout=3"),
+        *((same, same) for same in ("sqlite:////m/x.db?a=b", "sqlite:///file:x.db?uri=true", "sqlite:///:memory:")),
+        *((same, same) for same in ("http://host:5000", "postgresql://host/db", "databricks")),
+    ],
+)
+def test_a_database_is_the_same_one_from_any_working_directory(
+    uri: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a%20b").mkdir()
+    monkeypatch.chdir(tmp_path / "a%20b")
+    config = from_tree({"tracking": {"uri": uri}})
+    absolute = preflight.absolute_paths(config)["tracking.uri"]
+    assert absolute == expected.format(here=tmp_path).replace("%%", "%25")
+    if "x.db" in uri and "file:" not in uri:
+        assert artifact_places.database(absolute) == artifact_places.database(uri).resolve()
 
 
 @pytest.mark.parametrize(

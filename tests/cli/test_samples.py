@@ -1,5 +1,6 @@
 """`rlx samples`: the table, the page, and what is refused."""
 
+import resource
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -134,6 +135,20 @@ def test_a_page_of_two_runs_is_written(storage: str, tmp_path: Path, capsys: pyt
     assert "Completions of run one and run two" in text and "two \\u00b7 held-out \\u00b7 step 4" in text
     said(capsys, "one", "--storage", storage, "--html", str(file), "--step", "4")
     assert "step 5" not in file.read_text()
+
+
+def test_a_page_that_cannot_be_written_replaces_none(
+    storage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "page.html").write_text("of before")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # as a full disk
+    try:
+        out = said(capsys, "one", "--storage", storage, "--html", str(file), code=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert out.startswith(f"error: --html {file} cannot be written: ") and out.count("\n") == 1
+    assert file.read_text() == "of before" and [each.name for each in tmp_path.glob("page*")] == ["page.html"]
 
 
 def test_steps_that_kept_nothing_are_passed_over(

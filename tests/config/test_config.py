@@ -110,7 +110,10 @@ def test_every_setting_has_a_meaning_and_the_defaults_are_a_complete_config() ->
             "scaling.resources_per_worker = {'CPU': 0}: at least one resource must be more than 0",
         ),
         ({"reward": {"answer_pattern": "("}}, "reward.answer_pattern = '(': not a regular expression: missing )"),
-        ({"name": "a/b"}, "name = 'a/b': string should match pattern"),
+        (
+            {"name": "..a b/c "},
+            "name = '..a b/c ': a name has only letters a-z, digits, . _ - and begins with a letter",
+        ),
         ({"name": "a" * 129}, f"name = '{'a' * 129}': string should have at most 128 characters"),
         ({1: 2}, "1 = 1: keys should be strings"),
         (
@@ -136,6 +139,12 @@ def test_a_bad_value_is_refused_in_one_line_with_its_key_and_what_is_allowed(
         from_tree(tree, "run.yaml")
     assert str(refused.value).startswith(f"run.yaml: {message}")
     assert "\n" not in str(refused.value)
+
+
+def test_a_name_that_no_folder_can_have_is_answered_with_the_nearest() -> None:
+    for name, end in (("a b", "; nearest: a-b"), ("..a b/c ", "; nearest: a-b-c"), ("ü", "a letter or digit")):
+        with pytest.raises(ConfigError, match=f"{end}$"):
+            from_tree({"name": name})
 
 
 @pytest.mark.parametrize(

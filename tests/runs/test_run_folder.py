@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 import yaml
 
+import rlx
 from rlx.api import resume as api_resume
 from rlx.cli import export, train
 from rlx.config.errors import ConfigError
@@ -21,7 +22,7 @@ from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig, sections
 from rlx.data.record import PUT_BACK, prompt_record
 from rlx.data.stream import Share, TableRows
-from rlx.runs import launch, run_folder
+from rlx.runs import launch, preflight, run_folder
 from rlx.runs.launch import Parent
 from rlx.runs.preflight import PreparedRun, plan_resources
 from rlx.runs.processes import RunProcesses
@@ -32,7 +33,7 @@ from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.checkpoint_manifest import Manifest
 from rlx.storage.claims import ClaimedError
-from rlx.storage.filesystem import StorageError
+from rlx.storage.filesystem import Storage, StorageError
 from rlx.storage.signatures import Signer
 from rlx.tracking.changes import noted_changes
 
@@ -356,13 +357,13 @@ def test_an_export_runs_no_code_and_uses_no_address_of_a_stranger(
     evil = {"model__path": "evil/weights", "model__trust_remote_code": True, "tracking__uri": "http://evil.example"}
     found = put(tmp_path, 5, **evil, **URL)
     args = export._argument_parser().parse_args([str(tmp_path)])
-    config = export.run_config(args, found)
+    config = export.run_config(args, str(tmp_path), found)
     assert (config.model.trust_remote_code, config.tracking.uri, config.model.path) == (False, None, "evil/weights")
     assert "not taken from step_000005, which this user did not write: model.trust_remote_code, tracking.uri" in (
         capsys.readouterr().out
     )
     trusting = export._argument_parser().parse_args([str(tmp_path), "--trust"])
-    assert export.run_config(trusting, found) == from_tree(settings(**evil, **URL))
+    assert export.run_config(trusting, str(tmp_path), found) == from_tree(settings(**evil, **URL))
 
 
 @pytest.mark.parametrize(
@@ -376,6 +377,22 @@ def test_a_name_that_mlflow_does_not_take_is_refused_before_the_export(
     expected = f"error: --register {name}: MLflow takes no name with / or : and no empty one{hint}\n"
     assert capsys.readouterr().err == expected
     export.check_model_name("my model-ü")
+
+
+def test_a_checkpoint_does_not_choose_the_storage_of_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was moved, or somebody else has written it: the tiny model is that of the storage it lies in."""
+    used = list[str]()
+    monkeypatch.setattr(preflight, "model_folder", lambda path, storage: used.append(storage) or "no such model")
+    run = tmp_path / "s" / "sweeps" / "lr" / "runs" / "a"
+    for folder in (run, tmp_path / "a copy"):
+        put(folder, 5, storage="/victim")
+        for given in (None, str(tmp_path / "x")):
+            with pytest.raises(ConfigError, match="no such model"):
+                rlx.load_model(folder / "step_000005", storage=given)
+        args = export._argument_parser().parse_args([f"{folder}@5", "--storage", "mine"])
+        used.append(export.run_config(args, *run_folder.checkpoint_of(args.run, args.storage)).storage)
+    above, given = str(tmp_path / "s"), str(tmp_path / "x")
+    assert used == [above, given, above, RunConfig().storage, given, "mine"]
 
 
 @pytest.mark.parametrize(
@@ -399,6 +416,20 @@ def test_what_an_export_cannot_do_is_said_before_it(
         (tmp_path / folder / "model").mkdir(parents=True)
     assert export.main(["a", *words]) == 1
     assert capsys.readouterr().err.startswith(f"error: {line}")
+
+
+def test_a_resume_without_a_whole_checkpoint_is_refused_before_it_starts(tmp_path: Path) -> None:
+    folder = Storage.local(made(tmp_path / "runs" / "a"))
+    for name in ("notes", ".DS_Store"):
+        (tmp_path / "runs" / name).write_text("of a desktop")
+        with pytest.raises(ConfigError, match=f"^no run '{name}' in "):
+            run_folder.find(open_storage(str(tmp_path)) / "runs", name)
+    for checkpoint in checkpoint_catalog.list_checkpoints(folder):
+        (checkpoint.folder / "rank_00000.safetensors").write_text("damaged")
+    line = r"^run 'a' has no whole checkpoint in .*: the newest, step_\d+, cannot be used: .* has 7 bytes, not 1; "
+    with pytest.raises(ConfigError, match=line), run_folder.saved_run("a", str(tmp_path), {}):
+        pass
+    assert train._way_on(folder, str(tmp_path)) == ""
 
 
 def test_a_refusal_of_what_a_stranger_wrote_is_one_short_line(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ own key for MLflow, and a folder elsewhere would be written to. Left out: readin
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 import urllib.parse
@@ -21,7 +22,19 @@ _SQLITE = "sqlite:///"
 
 def database_uri(file: Path) -> str:
     """The address of a SQLite database. What would mean another path in an address is quoted."""
-    return _SQLITE + re.sub(r"%(?=[0-9A-Fa-f]{2})|\?", lambda found: urllib.parse.quote(found[0]), str(file))
+    return _SQLITE + _quoted(str(file))
+
+
+def absolute_uri(uri: str) -> str:
+    """The address of a store, which means the same database in any working folder; options stay."""
+    path, mark, options = uri.removeprefix(_SQLITE).partition("?")
+    if not uri.startswith(_SQLITE) or path.startswith(("/", ":memory:", "file:")) or not path:
+        return uri
+    return f"{_SQLITE}{posixpath.normpath(posixpath.join(_quoted(os.getcwd()), path))}{mark}{options}"
+
+
+def _quoted(path: str) -> str:
+    return re.sub(r"%(?=[0-9A-Fa-f]{2})|\?", lambda found: urllib.parse.quote(found[0]), path)
 
 
 def database(uri: str) -> Path | None:
