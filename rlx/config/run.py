@@ -47,7 +47,7 @@ def _check_name(name: str) -> str:
     if not re.fullmatch(RUN_NAME, name):
         near = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-").rstrip("-")
         hint = f"; nearest: {near}" if near else ""
-        raise ValueError(f"a name has only letters a-z, digits, . _ - and begins with a letter or digit{hint}")
+        raise ValueError(f"a name has only letters (A-Z, a-z), digits, . _ - and begins with a letter or digit{hint}")
     return name
 
 

@@ -145,12 +145,17 @@ class TrackingService(Protocol):
             at: start time.
         """
 
-    def reopen_run(self, run_id: str, at: int) -> bool:
+    def reopen_run(self, run_id: str, at: int, params: Mapping[str, str], tags: Mapping[str, str]) -> bool:
         """Marks a run as running again, without an error; False if the service has no such run.
 
         Args:
             at: start time of the new attempt. A repeated call with the same time changes nothing.
+            params: its settings by dotted name, which may be others than those that `make_run` was given.
+            tags: those that `make_run` would be given.
         """
+
+    def missing(self, run_id: str) -> str:
+        """What of a run the service does not keep, why, and what to do; empty if it keeps everything."""
 
     def writer(self, run_id: str) -> RunWriter:
         """Opens a run for writing."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
 from weakref import WeakValueDictionary
 
 from rlx.storage.filesystem import Storage
@@ -113,22 +112,26 @@ class Delivery:
         assert self._writer
         getattr(self._writer, entry.kind)(**entry.content)
 
-    def _open_run(self, *, parent: str | None, at: int, **description: Any) -> None:
+    def _open_run(
+        self, *, parent: str | None, at: int, params: Mapping[str, str], tags: Mapping[str, str], **names: str
+    ) -> None:
         """Continues the run of the folder, or creates it and writes its id to run.json."""
         record = outbox.read_run_record(self._folder)
         assert record.key  # `OutboxTracker.open` has written it
         before = existing = record.ids.get(self.service.name)
-        if existing is None or not self.service.reopen_run(existing, at):
+        if existing is None or not self.service.reopen_run(existing, at, params, tags):
             parent_id = outbox.run_id(Storage(self._folder.filesystem, parent), self.service.name) if parent else None
             if parent and parent_id is None:
                 raise _RunNotCreatedError
-            existing = self.service.make_run(record.key, parent=parent_id, at=at, **description)
+            existing = self.service.make_run(record.key, parent=parent_id, at=at, params=params, tags=tags, **names)
             outbox.add_run_id(self._folder, self.service.name, existing)
             if before:
                 self._notify_once(
                     f"{self.service.title} run {before} is not in {self.service.address}: "
                     "what comes now is recorded in a new one"
                 )
+        if missing := self.service.missing(existing):
+            self._notify_once(missing)
         self._use_run(existing)
 
     def _use_run(self, run_id: str) -> None:

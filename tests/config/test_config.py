@@ -112,7 +112,7 @@ def test_every_setting_has_a_meaning_and_the_defaults_are_a_complete_config() ->
         ({"reward": {"answer_pattern": "("}}, "reward.answer_pattern = '(': not a regular expression: missing )"),
         (
             {"name": "..a b/c "},
-            "name = '..a b/c ': a name has only letters a-z, digits, . _ - and begins with a letter",
+            "name = '..a b/c ': a name has only letters (A-Z, a-z), digits, . _ - and begins",
         ),
         ({"name": "a" * 129}, f"name = '{'a' * 129}': string should have at most 128 characters"),
         ({1: 2}, "1 = 1: keys should be strings"),

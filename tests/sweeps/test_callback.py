@@ -46,8 +46,11 @@ class Service:
         self.opened[name] = more
         return name
 
-    def reopen_run(self, run_id: str, at: int) -> bool:
+    def reopen_run(self, run_id: str, at: int, params: Mapping[str, str], tags: Mapping[str, str]) -> bool:
         return True
+
+    def missing(self, run_id: str) -> str:
+        return ""
 
     def writer(self, run_id: str) -> "Service":
         return Service(self.tags, self.ends, run_id)

@@ -40,7 +40,7 @@ class Service:
     def cause(self, error: Exception) -> str:
         return f"because {error}"
 
-    def reopen_run(self, run_id: str, at: int) -> bool:
+    def reopen_run(self, run_id: str, at: int, params: Mapping[str, str], tags: Mapping[str, str]) -> bool:
         self._next()
         return run_id in self.runs
 
@@ -49,6 +49,9 @@ class Service:
         self.runs.add(f"run of {key}")
         self.records.append(("make", {"parent": parent, "at": at, **description}))
         return f"run of {key}"
+
+    def missing(self, run_id: str) -> str:
+        return ""
 
     def writer(self, run_id: str) -> Any:
         service = self
@@ -95,7 +98,7 @@ class Sent:
 
 
 def opened(parent: str | None = None) -> tuple[EntryKind, dict[str, Any]]:
-    return EntryKind.OPEN, {"parent": parent, "at": 5, "name": "one"}
+    return EntryKind.OPEN, {"parent": parent, "at": 5, "name": "one", "params": {}, "tags": {}}
 
 
 def log(step: int) -> tuple[EntryKind, dict[str, Any]]:
@@ -135,7 +138,7 @@ def test_records_arrive_in_order_and_the_id_is_written_once(folder: Storage) -> 
     outbox.add_key(folder, "other")  # has no effect: there is one
     service = Service()
     sent = Sent(folder, service, opened(), log(0), log(1)).run()
-    assert service.records[0] == ("make", {"parent": None, "at": 5, "name": "one"}) and steps(service) == [0, 1]
+    assert service.records[0] == ("make", {**opened()[1]}) and steps(service) == [0, 1]
     assert sent.delivery.run_id == outbox.run_id(folder) == "run of k" and sent.told == []
     again = Sent(folder, service, opened(), log(2)).run()  # the run is continued
     assert [kind for kind, _ in service.records].count("make") == 1 and steps(service) == [0, 1, 2]

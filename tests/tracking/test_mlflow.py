@@ -204,9 +204,9 @@ def test_the_duration_leaves_out_the_pauses_before_a_resume(uri: str) -> None:
     service.writer(run_id).log({"reward/mean": 0.5}, 1, 2500)
     service.writer(run_id).end(RunStatus.KILLED, 3000)
     for _ in range(2):  # a repeated request changes nothing
-        assert service.reopen_run(run_id, 10_000)
+        assert service.reopen_run(run_id, 10_000, {}, {})
     service.writer(run_id).log({"reward/mean": 0.5}, 2, 14_500)
-    assert service.reopen_run(run_id, 20_000)
+    assert service.reopen_run(run_id, 20_000, {}, {})
     service.writer(run_id).end(RunStatus.FINISHED, 21_000)
     run = mlflow.get_run(uri, run_id)
     assert (run.tags["rlx.paused_ms"], run.tags["rlx.attempt"]) == (str(7000 + 5500), "3")

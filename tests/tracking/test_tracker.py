@@ -21,6 +21,8 @@ from ray.exceptions import RayError
 from shared import Where
 
 from rlx.config.errors import ConfigError
+from rlx.config.run import RunConfig
+from rlx.config.sections.base import flatten
 from rlx.runs import launch
 from rlx.runs.train_run import RunLostError
 from rlx.storage.addresses import open_storage
@@ -396,6 +398,33 @@ def test_a_resumed_run_repeats_no_step_and_counts_its_attempts(database: str, fo
         assert tracked_run(database, folder).tags["rlx.attempt"] == str(attempt)
     assert logged(database, folder) == expected(0, 1, 2)
     assert tracked_run(database, folder).status == "FAILED"
+
+
+def test_a_resume_with_other_settings_says_so(database: str, folder: Storage) -> None:
+    first = {key: str(value) for key, value in flatten(RunConfig()).items()}
+    tags = {"rlx.kind": "run", "rlx.folder": folder.path}
+    for steps, changed in (("4", None), ("4", None), ("6", "train.steps 6"), ("4", "")):
+        tracker = OutboxTracker([MLflowService(database)], folder, "driver", Messages().put)
+        tracker.open("rlx", "one", params={**first, "train.steps": steps}, tags=tags)
+        assert tracker.close(LONG_S) == 0
+        found = tracked_run(database, folder)
+        assert found.tags.get("rlx.changed") == changed and found.params["train.steps"] == "4"
+        assert f": {steps} steps of " in found.tags["mlflow.note.content"]
+
+
+def test_a_run_in_a_storage_that_was_moved_says_what_it_does_not_keep(
+    database: str, folder: Storage, tmp_path: Path
+) -> None:
+    opened_tracker(database, folder).close(LONG_S)
+    (moved := tmp_path / "moved").mkdir()
+    shutil.copy(tmp_path / "mlflow.db", moved)
+    uri, messages = mlflow.default_uri(moved), Messages()
+    tracker = opened_tracker(uri, Storage.local(moved / "runs" / "two"), messages)
+    tracker.log_text("config.yaml", "seed: 1")
+    assert tracker.close(LONG_S) == 0 and mlflow.artifact_names(uri, str(tracker.run_id)) == []
+    (message,) = messages.all()
+    assert f"experiment 'rlx' keeps them in {tmp_path}/mlartifacts, not beside its database" in message
+    assert "--tracking.experiment NAME makes another experiment here" in message
 
 
 def test_a_run_that_fails_says_why(database: str, folder: Storage) -> None:

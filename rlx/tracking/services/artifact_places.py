@@ -13,7 +13,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
-from rlx.config.errors import ConfigError
+from rlx.config.errors import ConfigError, printable
 
 DATABASE = "mlflow.db"
 """the file of the store in a storage folder"""
@@ -65,6 +65,19 @@ def is_beside(uri: str, run: Any) -> bool:
     path = posixpath.normpath(urllib.parse.unquote(parts.path))
     folder = urllib.parse.unquote(urllib.parse.urlsplit(own).path)
     return parts.scheme in ("", "file") and not parts.netloc and path.startswith(f"{folder}/")
+
+
+def why_unknown(client: Any, uri: str, run_id: str) -> str:
+    """Says that MLflow gets no files of a run, and why, if `is_known` is false; otherwise empty."""
+    if is_known(client, uri, run_id):
+        return ""
+    experiment = client.get_experiment(client.get_run(run_id).info.experiment_id)
+    place = printable(urllib.parse.unquote(urllib.parse.urlsplit(str(experiment.artifact_location)).path))
+    return (
+        f"MLflow gets no tables of samples, texts and pages of this run: experiment {experiment.name!r} keeps them in "
+        f"{place[:300]}, not beside its database, as after the storage was moved or copied; --tracking.experiment NAME "
+        "makes another experiment here for new runs"
+    )
 
 
 def required(client: Any, uri: str, run_id: str) -> Any:

@@ -24,10 +24,9 @@ from rlx.config.errors import ConfigError, nearest
 from rlx.tracking.base import ERROR_TAG, MetricPoint, Reach, RunStatus, TrackedRun
 from rlx.tracking.services import artifact_places, mlflow_page
 from rlx.tracking.services.mlflow_errors import cause, deleted, is_refusal, without_password
-from rlx.tracking.services.mlflow_page import PAUSED, paused_ms
+from rlx.tracking.services.mlflow_page import LONGEST_PARAM, PAUSED, paused_ms
 from rlx.tracking.services.origin import origin_tags
 
-_MAX_PARAM_LENGTH = 6000  # characters; MLflow refuses longer values of parameters
 _MAX_LISTED_TABLES = 100  # the tag that lists the sample tables for the MLflow page holds at most 8000 characters
 _MAX_RUNS = 50_000
 _LONGEST_WAIT_S = 120  # until another process has made the tables of a database, which takes it seconds
@@ -118,16 +117,18 @@ class MLflowService:
             extra = {"rlx.key": key, "rlx.opened": str(at)} | ({_PARENT: parent} if parent else {})
             created = mlflow.create_run(experiment_id, at, dict(tags) | origin_tags() | extra, name)
             run_id = str(created.info.run_id)
-        mlflow.log_batch(run_id, params=[Param(key, value[:_MAX_PARAM_LENGTH]) for key, value in params.items()])
+        mlflow.log_batch(run_id, params=[Param(key, value[:LONGEST_PARAM]) for key, value in params.items()])
         mlflow_page.dress(mlflow, run_id, params, tags)
         return run_id
 
-    def reopen_run(self, run_id: str, at: int) -> bool:
+    def reopen_run(self, run_id: str, at: int, params: Mapping[str, str], tags: Mapping[str, str]) -> bool:
         """Marks a run as running again, without an error, and increments its attempt number; False if MLflow has no
         such run.
 
         Args:
             at: start time of the new attempt. A repeated call with the same time changes nothing.
+            params: of the new attempt; what has changed is told by the description and a tag.
+            tags: of the new attempt.
         """
         mlflow = client(self.uri)
         try:
@@ -144,8 +145,13 @@ class MLflowService:
                 mlflow.delete_tag(run_id, ERROR_TAG)
             attempt = int(run.data.tags.get("rlx.attempt", "1")) + 1
             new = {"rlx.attempt": str(attempt), "rlx.opened": str(at), PAUSED: str(paused_ms(run, at))}
+            mlflow_page.tell_changes(mlflow, run, params, tags)
             self.writer(run_id).set_tags(new)
         return True
+
+    def missing(self, run_id: str) -> str:
+        """Says that a run gets no artifacts, and why, if its place for them is not known; otherwise empty."""
+        return artifact_places.why_unknown(client(self.uri), self.uri, run_id)
 
     def writer(self, run_id: str) -> MLflowRun:
         """Opens a run for writing."""
@@ -157,12 +163,8 @@ class MLflowService:
 
     def cause(self, error: Exception) -> str:
         """Why the MLflow client failed, in a few words and without a password; how to restore what is deleted."""
-        if (gone := deleted(error)) is None:
-            return cause(error)
-        try:
-            return mlflow_page.way_back_of(self.address, client(self.uri), *gone)
-        except Exception:  # the error type depends on the kind of store
-            return cause(error)
+        gone = deleted(error)
+        return mlflow_page.way_back_of(self.address, client(self.uri), *gone) if gone else cause(error)
 
 
 class MLflowRun:
@@ -229,11 +231,7 @@ class MLflowRun:
 
 
 def _experiment_id(uri: str, name: str) -> str:
-    """The id of the experiment with a name; creates the experiment if it does not exist.
-
-    Raises:
-        ConfigError: it is deleted.
-    """
+    """The id of the experiment with a name, which is created if there is none; ConfigError if it is deleted."""
     from mlflow.exceptions import MlflowException
 
     if found := client(uri).get_experiment_by_name(name):

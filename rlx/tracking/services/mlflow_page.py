@@ -14,6 +14,7 @@ import re
 import shlex
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rlx.config.run import storage_words
@@ -27,6 +28,11 @@ _INTERVAL_S = 5.0  # between measurements of the machine
 _LOG = logging.getLogger("rlx")
 PAUSED = "rlx.paused_ms"
 """the tag that says for how long a run has waited to be resumed, in all; its end is shown so much earlier"""
+CHANGED = "rlx.changed"
+"""the tag of a run that goes on with other settings: those that differ from its params, as they are now"""
+LONGEST_PARAM = 6000
+"""characters; MLflow refuses longer values of parameters"""
+_LONGEST_TAG = 5000  # characters, as much as MLflow's databases take
 _DESCRIPTION = "mlflow.note.content"
 _DATA_SETS = {"training": "data.", "evaluation": "eval."}
 """by MLflow's word for what a data set is used for: the settings that make it"""
@@ -64,11 +70,12 @@ def way_back(uri: str, experiment: Any) -> str:
 
 def way_back_of(uri: str, client: Any, kind: str, its_id: str) -> str:
     """The same of a deleted run or experiment by its id. With an experiment, MLflow deletes and restores its runs."""
-    experiment = client.get_experiment(client.get_run(its_id).info.experiment_id if kind == "run" else its_id)
-    if way := way_back(uri, experiment):
-        return f"experiment {way}"
     command = f"MLFLOW_TRACKING_URI={shlex.quote(uri)} mlflow runs restore --run-id {its_id}"
-    return f"run {its_id} is deleted: `{command}` restores it"
+    with suppress(Exception):  # the error type depends on the kind of store
+        experiment = client.get_experiment(client.get_run(its_id).info.experiment_id if kind == "run" else its_id)
+        if way := way_back(uri, experiment):
+            return f"experiment {way}"
+    return f"run {its_id} is deleted: `{command}` restores it" if kind == "run" else f"experiment {its_id} is deleted"
 
 
 def run_path(experiment_id: str, run_id: str) -> str:
@@ -94,16 +101,37 @@ def dress(client: Any, run_id: str, params: Mapping[str, str], tags: Mapping[str
     Args:
         params: its settings by dotted name.
     """
-    if tags.get("rlx.kind") != "run" or "data.source" not in params:  # a record of an earlier version
+    if not (text := _description(params, tags)):
         return
+    set_description(client, run_id, text)
     sources = _sources(params)
-    named = ", ".join(f"{each.label} ({each.source})" for each in sources) or params["data.source"]
+    uses = [(use, prefix, source) for use, prefix in _DATA_SETS.items() for source in sources or (None,)]
+    client.log_inputs(run_id, [_data_set(params, *use) for use in uses])
+
+
+def tell_changes(client: Any, run: Any, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
+    """Gives a run that goes on with other settings their description, and a tag with those that differ from its params.
+
+    MLflow's params cannot change: they are those of the first start.
+    """
+    logged, run_id = run.data.params, run.info.run_id
+    changed = [f"{key} {value}" for key, value in params.items() if logged.get(key, value) != value[:LONGEST_PARAM]]
+    if not changed and CHANGED not in run.data.tags:
+        return  # a description that a person has written stays
+    client.set_tag(run_id, CHANGED, ", ".join(changed)[:_LONGEST_TAG])
+    if text := _description(params, tags):
+        set_description(client, run_id, text)
+
+
+def _description(params: Mapping[str, str], tags: Mapping[str, str]) -> str:
+    """What a run is, and how to read what it keeps; empty for a sweep, or a record of an earlier version."""
+    if tags.get("rlx.kind") != "run" or "data.source" not in params:
+        return ""
+    named = ", ".join(f"{each.label} ({each.source})" for each in _sources(params)) or params["data.source"]
     size = f"{params['train.steps']} steps of {params['train.prompts_per_step']} prompts"
     what = f"PPO ({params['algorithm.advantage']}) of {params['model.path']} on {named[:_MOST_NAMED]}: {size}"
     text = f"{what} x {params['train.samples_per_prompt']} completions. Kept in {tags['rlx.folder']}."
-    set_description(client, run_id, text + _how_to_read(params, tags["rlx.folder"]))
-    uses = [(use, prefix, source) for use, prefix in _DATA_SETS.items() for source in sources or (None,)]
-    client.log_inputs(run_id, [_data_set(params, *use) for use in uses])
+    return text + _how_to_read(params, tags["rlx.folder"])
 
 
 def _how_to_read(params: Mapping[str, str], folder: str) -> str:

@@ -83,12 +83,16 @@ class TensorBoardService:
         writer.set_tags(tags)
         return run_id
 
-    def reopen_run(self, run_id: str, at: int) -> bool:
+    def reopen_run(self, run_id: str, at: int, params: Mapping[str, str], tags: Mapping[str, str]) -> bool:
         """Says that the run goes on, in a further file of its folder; False if it has none."""
         if not (self.folder / run_id / _KEY_FILE).exists():
             return False
         self.writer(run_id).reopen()
         return True
+
+    def missing(self, run_id: str) -> str:
+        """Nothing: it keeps everything."""
+        return ""
 
     def writer(self, run_id: str) -> TensorBoardRun:
         """Opens a run for writing."""
