@@ -63,10 +63,10 @@ class _Relay:
     def call(self, method: str, *args: Any, **options: Any) -> Any:
         return getattr(self._service, method)(*args, **options)
 
-    def write(self, run_id: str, method: str, *args: Any, **options: Any) -> None:
+    def write(self, run_id: str, method: str, *args: Any, **options: Any) -> Any:
         if run_id not in self._writers:
             self._writers[run_id] = self._service.writer(run_id)
-        getattr(self._writers[run_id], method)(*args, **options)
+        return getattr(self._writers[run_id], method)(*args, **options)
 
 
 class RelayedService:
@@ -102,9 +102,6 @@ class RelayedService:
     def reopen_run(self, run_id: str, at: int, params: Mapping[str, str], tags: Mapping[str, str]) -> bool:
         return bool(self._call("reopen_run", run_id, at, params, tags))
 
-    def missing(self, run_id: str) -> str:
-        return str(self._call("missing", run_id))
-
     def writer(self, run_id: str) -> RelayedRun:
         return RelayedRun(self.actor, run_id)
 
@@ -130,6 +127,9 @@ class RelayedRun:
     def __init__(self, actor: Any, run_id: str) -> None:
         self._actor, self._run_id = actor, run_id
 
+    def missing(self) -> str:
+        return str(self._write("missing"))
+
     def log(self, metrics: Mapping[str, float], step: int, at: int, again: bool = False) -> None:
         self._write("log", metrics, step, at, again)
 
@@ -145,8 +145,8 @@ class RelayedRun:
     def end(self, status: RunStatus, at: int) -> None:
         self._write("end", status, at)
 
-    def _write(self, method: str, *args: Any) -> None:
-        _answer(self._actor.write.remote(self._run_id, method, *args))
+    def _write(self, method: str, *args: Any) -> Any:
+        return _answer(self._actor.write.remote(self._run_id, method, *args))
 
 
 def _answer(call: Any) -> Any:

@@ -74,6 +74,9 @@ class RunWriter(Protocol):
     Times (`at`) are in milliseconds since the epoch.
     """
 
+    def missing(self) -> str:
+        """What of the run the service does not keep, why, and what to do; empty if it keeps everything."""
+
     def log(self, metrics: Mapping[str, float], step: int, at: int, again: bool = False) -> None:
         """Stores the metrics of a step, unless the run has the step already.
 
@@ -153,9 +156,6 @@ class TrackingService(Protocol):
             params: its settings by dotted name, which may be others than those that `make_run` was given.
             tags: those that `make_run` would be given.
         """
-
-    def missing(self, run_id: str) -> str:
-        """What of a run the service does not keep, why, and what to do; empty if it keeps everything."""
 
     def writer(self, run_id: str) -> RunWriter:
         """Opens a run for writing."""

@@ -130,13 +130,13 @@ class Delivery:
                     f"{self.service.title} run {before} is not in {self.service.address}: "
                     "what comes now is recorded in a new one"
                 )
-        if missing := self.service.missing(existing):
+        if missing := self._use_run(existing).missing():
             self._notify_once(missing)
-        self._use_run(existing)
 
-    def _use_run(self, run_id: str) -> None:
-        self._writer = self.service.writer(run_id)
+    def _use_run(self, run_id: str) -> RunWriter:
+        self._writer = writer = self.service.writer(run_id)
         self._run_id = run_id
+        return writer
 
     def _count_failure(self, error: Exception) -> None:
         self._failures += 1

@@ -49,7 +49,7 @@ class Service:
     def reopen_run(self, run_id: str, at: int, params: Mapping[str, str], tags: Mapping[str, str]) -> bool:
         return True
 
-    def missing(self, run_id: str) -> str:
+    def missing(self) -> str:
         return ""
 
     def writer(self, run_id: str) -> "Service":

@@ -50,13 +50,13 @@ class Service:
         self.records.append(("make", {"parent": parent, "at": at, **description}))
         return f"run of {key}"
 
-    def missing(self, run_id: str) -> str:
-        return ""
-
     def writer(self, run_id: str) -> Any:
         service = self
 
         class Writer:
+            def missing(self) -> str:
+                return ""
+
             def __getattr__(self, kind: str) -> Any:
                 def record(**content: Any) -> None:
                     service._next()

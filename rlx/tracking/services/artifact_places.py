@@ -67,10 +67,8 @@ def is_beside(uri: str, run: Any) -> bool:
     return parts.scheme in ("", "file") and not parts.netloc and path.startswith(f"{folder}/")
 
 
-def why_unknown(client: Any, uri: str, run_id: str) -> str:
-    """Says that MLflow gets no files of a run, and why, if `is_known` is false; otherwise empty."""
-    if is_known(client, uri, run_id):
-        return ""
+def why_not_kept(client: Any, run_id: str) -> str:
+    """A message that MLflow gets no files of a run, of which `is_known` is false, why, and what to do."""
     experiment = client.get_experiment(client.get_run(run_id).info.experiment_id)
     place = printable(urllib.parse.unquote(urllib.parse.urlsplit(str(experiment.artifact_location)).path))
     return (

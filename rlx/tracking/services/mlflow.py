@@ -149,10 +149,6 @@ class MLflowService:
             self.writer(run_id).set_tags(new)
         return True
 
-    def missing(self, run_id: str) -> str:
-        """Says that a run gets no artifacts, and why, if its place for them is not known; otherwise empty."""
-        return artifact_places.why_unknown(client(self.uri), self.uri, run_id)
-
     def writer(self, run_id: str) -> MLflowRun:
         """Opens a run for writing."""
         return MLflowRun(self.uri, run_id)
@@ -179,6 +175,10 @@ class MLflowRun:
         self._keeps_files = artifact_places.is_beside(uri, run)
         self._last_step = max((int(metric.step) for metric in run.data.to_proto().metrics), default=-1)
         self._tables: list[str] | None = None  # paths of the sample tables; None until they are listed
+
+    def missing(self) -> str:
+        """Says that the run gets no artifacts, and why, if its place for them is not known; otherwise empty."""
+        return "" if self._keeps_files else artifact_places.why_not_kept(self._client, self.run_id)
 
     def log(self, metrics: Mapping[str, float], step: int, at: int, again: bool = False) -> None:
         """Logs all metrics of a step in one request. A step that a resumed run repeats is skipped, unless `again`.

@@ -90,10 +90,6 @@ class TensorBoardService:
         self.writer(run_id).reopen()
         return True
 
-    def missing(self, run_id: str) -> str:
-        """Nothing: it keeps everything."""
-        return ""
-
     def writer(self, run_id: str) -> TensorBoardRun:
         """Opens a run for writing."""
         with _OPENING:
@@ -134,6 +130,10 @@ class TensorBoardRun:
         self._ended = None
         error = {ERROR_TAG: ""} if _has_text(self._folder, f"{_TAGS}/{ERROR_TAG}") else {}
         self.set_tags({"status": RunStatus.RUNNING} | error)
+
+    def missing(self) -> str:
+        """Nothing: the service keeps everything."""
+        return ""
 
     def log(self, metrics: Mapping[str, float], step: int, at: int, again: bool = False) -> None:
         """Writes all metrics of a step as one event."""

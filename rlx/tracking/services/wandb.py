@@ -99,10 +99,6 @@ class WandbService:
             config.update(as_config({ERROR_TAG: ""}), allow_val_change=True)
         return True
 
-    def missing(self, run_id: str) -> str:
-        """Nothing: it keeps everything."""
-        return ""
-
     def writer(self, run_id: str) -> WandbRun:
         """Opens a run for writing."""
         return WandbRun(self.runs, run_id)
@@ -194,6 +190,10 @@ class WandbRun:
     @property
     def _run(self) -> _Run:
         return self._runs.open(self._run_id)
+
+    def missing(self) -> str:
+        """Nothing: the service keeps everything."""
+        return ""
 
     def log(self, metrics: Mapping[str, float], step: int, at: int, again: bool = False) -> None:
         """Logs all metrics of a step; returns when W&B's own process, which outlives this one, has them."""
