@@ -19,8 +19,8 @@ from rlx.types import TaskRow, Utterance, sendable
 
 Said: TypeAlias = "str | Utterance | Sequence[Utterance]"
 """what an environment says: text, which becomes a message of the user, or messages of a chat"""
-LONGEST_MESSAGE = 1_000_000
-"""characters; the trainer's process reads them, and a million take seconds"""
+LONGEST_ANSWER = 1_000_000
+"""characters of what an environment says at once; the trainer's process reads them, and a million take seconds"""
 Answered: TypeAlias = "tuple[Said, float, bool]"
 """(observation, reward, whether the episode has ended)"""
 
@@ -145,7 +145,7 @@ def messages_of(said: Any, role: str = "user") -> tuple[Utterance, ...]:
 
     Raises:
         TypeError: it is neither text nor messages.
-        ValueError: a message has more than LONGEST_MESSAGE characters.
+        ValueError: it has more than LONGEST_ANSWER characters.
     """
     if isinstance(said, str):
         return _short(({"role": role, "content": sendable(said)},))
@@ -163,8 +163,8 @@ def messages_of(said: Any, role: str = "user") -> tuple[Utterance, ...]:
 
 
 def _short(messages: tuple[Utterance, ...]) -> tuple[Utterance, ...]:
-    if (length := max((len(message["content"]) for message in messages), default=0)) > LONGEST_MESSAGE:
-        raise ValueError(f"an observation has {length} characters, more than {LONGEST_MESSAGE}")
+    if (length := sum(len(message["content"]) for message in messages)) > LONGEST_ANSWER:
+        raise ValueError(f"an observation has {length} characters, more than {LONGEST_ANSWER}")
     return messages
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlx.config.errors import message_of
-from rlx.environments.base import has_steps, messages_of, tool_methods
+from rlx.environments.base import LONGEST_ANSWER, has_steps, messages_of, tool_methods
 from rlx.types import Observation
 
 _MARKED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
@@ -121,22 +121,23 @@ class ToolDialogue:
         calls = calls_in(action)
         if not calls:
             return Observation(reward=await score_of(self.environment, action, self._called), done=True)
-        made = [(call, *await self._made(call)) for call in calls]
+        most = min(_LONGEST, LONGEST_ANSWER // len(calls))
+        made = [(call, *await self._made(call, most)) for call in calls]
         messages = messages_of([{"role": "tool", "name": call.name, "content": content} for call, content, _ in made])
         return Observation(messages, calls=len(calls), call_errors=sum(not is_good for *_, is_good in made))
 
-    async def _made(self, call: Call) -> tuple[str, bool]:
-        """What a call returns, as the model reads it, and whether it went well."""
+    async def _made(self, call: Call, most: int) -> tuple[str, bool]:
+        """The first `most` characters of what a call returns, as the model reads it, and whether it went well."""
         if problem := call.problem or _misfit(call, self.tools):
-            return f"error: {problem}", False
+            return f"error: {problem}"[:most], False
         try:
             returned = await self._called(self.tools[call.name], **call.arguments)
             text = returned if isinstance(returned, str) else json.dumps(returned, ensure_ascii=False, default=str)
         except MemoryError:  # of the process, which is of no use any more
             raise
         except Exception as error:  # whatever else the tool raises, the policy is told
-            return f"error: {type(error).__name__}: {message_of(error)}"[:_LONGEST], False
-        return text[:_LONGEST], True
+            return f"error: {type(error).__name__}: {message_of(error)}"[:most], False
+        return text[:most], True
 
 
 def _misfit(call: Call, tools: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ import pytest
 
 from rlx.config.errors import ConfigError
 from rlx.config.run import settings
-from rlx.environments.base import ENVIRONMENTS, LONGEST_MESSAGE, load_environment, messages_of, tool_methods
+from rlx.environments.base import ENVIRONMENTS, LONGEST_ANSWER, load_environment, messages_of, tool_methods
 from rlx.environments.calculator import Calculator, number_in, number_text, value_of
 from rlx.environments.code_task import CodeTask
 from rlx.environments.games.guess_number import GuessNumber
@@ -183,7 +183,7 @@ def test_a_marked_call_that_is_malformed_has_a_problem(body: str) -> None:
 
 @pytest.mark.parametrize("wrap", [str, lambda text: [{"role": "user", "content": text}]])
 def test_an_observation_has_a_largest_length(wrap: Callable[[str], Any]) -> None:
-    longest = "a" * LONGEST_MESSAGE
+    longest = "a" * LONGEST_ANSWER
     assert messages_of(wrap(longest))[0]["content"] == longest
     with pytest.raises(ValueError, match="1000001 characters, more than 1000000"):
         messages_of(wrap(longest + "a"))

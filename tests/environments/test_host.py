@@ -386,6 +386,11 @@ def test_what_a_tool_answers_is_bounded_and_only_tools_are_called(
     assert text.startswith(begins) and len(text) == length
 
 
+def test_the_answers_of_many_calls_of_a_turn_are_as_long_together_as_an_environment_may_say() -> None:
+    _, answered = observed("Tools", (CALL % ("long", "{}")) * 125)
+    assert {len(message["content"]) for message in answered.messages} == {8_000}
+
+
 def test_python_calls_of_what_is_no_literal_or_has_no_name_are_an_answer() -> None:
     for text in ("[table(2)]", "[tools.table(rows=2)]", "[table(rows=2 + x)]", "[table(rows={[]: 1})]"):
         end = observed("Tools", text)[1]

@@ -590,7 +590,6 @@ PASSED = {
     "an early end": "import numpy as np\ndef test_f():\n    if f(1) == 2: return\n    assert np.isclose(f(1), 2)",
     "a generator": "import pytest\ndef test_f():\n    pytest.skip()\n    yield\nassert f(1) == 2",
     "a replaced test": "import pytest\ndef test_f():\n    pytest.fail()\ndef test_f():\n    assert f(1) == 2",
-    "made anew": "import numpy as np\ntry: x = np.e\nexcept NameError: x = 1\nassert f(x) == 2",
     "a variable": "import numpy as np\ndef test_f():\n    np = f(1)\n    assert np == 2",
     "its own module": "import numpy\nfrom solution import f as numpy\nassert numpy(1) == 2",
     "an import that may fail": "try: import numpy\nexcept ImportError: numpy = None\nassert numpy or f(1) == 2",
@@ -613,7 +612,6 @@ FAILED = {
     "a loop": ("import torch\nfor x in torch.ones(3):\n    f(x)", "torch"),
     "an import": ("def test_f():\n    from numpy.testing import assert_equal\n    assert_equal(f(1), 2)", "numpy"),
     "a decorator": ("import pytest\n@pytest.mark.slow\ndef test_f():\n    assert f(1) == 2", "pytest"),
-    "what is made before": ("import pandas as pd\ndf = pd.DataFrame()\nassert f(df) == 2", "pandas"),
     "a deep one": ("import numpy as np\nassert np.e + " + " + ".join(["f(1)"] * 1500), "numpy"),
 }
 

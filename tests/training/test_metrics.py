@@ -64,7 +64,7 @@ def experience(rows: slice) -> Experience:
         "entropy": grid(0.5, 1.5),
         "advantages": grid(4, -2),
         "returns": grid(0, 1, 2, 3, 4),
-        "kept": mask,
+        "chosen": mask,
         "newest_logprobs": grid(),
         "home": torch.arange(4),
     }

@@ -46,7 +46,7 @@ def missing_packages(tree: ast.Module) -> list[str | None]:
 
 
 def _missing_names(tree: ast.Module) -> dict[str, str]:
-    """The names that nothing but an `import` of such a package at the top binds, or `_made_of`; and its package."""
+    """The names that nothing but an `import` of such a package at the top binds, and the package of each."""
     top = [each for each in tree.body if isinstance(each, ast.Import)]
     missing = {name: package for each in top for name, package in _bound(each) if package in _PACKAGES}
     own = set[str]()
@@ -58,20 +58,7 @@ def _missing_names(tree: ast.Module) -> dict[str, str]:
                 own.add(name)
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 own.add(name)
-    missing = {name: package for name, package in missing.items() if name not in own}
-    return missing | _made_of(missing, tree) if missing else {}
-
-
-def _made_of(missing: dict[str, str], tree: ast.Module) -> dict[str, str]:
-    """The names that only a statement at the top binds which needs a package, such as `df = pd.DataFrame()`."""
-    stored = (node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
-    times, made = Counter(stored), dict[str, str]()
-    for statement in tree.body:
-        match statement:
-            case ast.Assign(targets=[ast.Name(id=name)]) if times[name] == 1:
-                if package := next(_needed(statement, missing | made), None):
-                    made[name] = package
-    return made
+    return {name: package for name, package in missing.items() if name not in own}
 
 
 def _bound(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
