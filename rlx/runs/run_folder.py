@@ -249,10 +249,11 @@ def _check_checkpoints(folder: Storage) -> None:
 
     A run that was killed before its first one was complete has had none, and begins again.
     """
-    saved = checkpoint_catalog.saved_checkpoints(folder)
+    saved = checkpoint_catalog.settled_checkpoints(folder)
     if saved and not any(entry.manifest for entry in saved):
         newest = f"the newest, {saved[-1].name}, cannot be used: {saved[-1].problem}"
-        raise ConfigError(f"run {folder.name!r} has no whole checkpoint in {folder.path}: {newest}; start a new run")
+        instead = "put its files back, or start a new run"
+        raise ConfigError(f"run {folder.name!r} has no whole checkpoint in {folder.path}: {newest}; {instead}")
     had_some = (folder / checkpoint_catalog.SAVED).exists() or finished_metrics(folder, 0)
     if had_some and not saved:
         raise ConfigError(

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import re
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ REFERENCE = "reference"
 """folder in a run's folder that holds, as a checkpoint of step 0, the weights of a reference that is not the model's"""
 SAVED = "saved"
 """file in a run's folder, written after the run's first checkpoint: with it, a run without checkpoints has lost them"""
+SECOND_READ_S = 2.0
+"""seconds until what looks damaged is read again: a network file system may show old sizes for a while"""
 _LOG = logging.getLogger("rlx")
 _NAME = re.compile(r"step_(\d{6,})")
 _SET_ASIDE_MANIFEST = f"{MANIFEST}.damaged"
@@ -130,6 +133,19 @@ def saved_checkpoints(run: Storage) -> list[CheckpointEntry]:
         StorageError: another version of rlx wrote one of them.
     """
     return [entry for entry in list_checkpoints(run) if entry.state is not CheckpointState.UNFINISHED]
+
+
+def settled_checkpoints(run: Storage) -> list[CheckpointEntry]:
+    """Returns the same checkpoints; if a run has had some and none of them is whole, it looks again after a while.
+
+    Raises:
+        StorageError: another version of rlx wrote one of them.
+    """
+    saved = saved_checkpoints(run)
+    if any(entry.manifest for entry in saved) or not (saved or (run / SAVED).exists()):
+        return saved
+    time.sleep(SECOND_READ_S)
+    return saved_checkpoints(run)
 
 
 def read_checkpoint(folder: Storage) -> CheckpointEntry:

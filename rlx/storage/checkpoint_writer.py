@@ -27,7 +27,6 @@ from rlx.storage.rank_group import RankGroup, error_text
 from rlx.types import Notify
 
 _WRITE_TIMEOUT_S = 3600.0  # a file system that hangs raises no error
-_SECOND_READ_S = 2.0
 _TEMPORARY = "rlx-checkpoint-"
 
 
@@ -165,10 +164,10 @@ class CheckpointWriter:
         return entry
 
     def _read_again(self, entry: CheckpointEntry) -> CheckpointEntry:
-        """Reads a damaged checkpoint again: a network file system may show old sizes for a while."""
+        """Reads a damaged checkpoint again, after a while."""
         if entry.manifest:
             return entry
-        time.sleep(_SECOND_READ_S)
+        time.sleep(checkpoint_catalog.SECOND_READ_S)
         read = partial(checkpoint_catalog.read_checkpoint, entry.folder)
         return self._ranks.on_first(read, f"reading {entry.folder.path}")
 

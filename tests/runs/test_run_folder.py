@@ -418,7 +418,10 @@ def test_what_an_export_cannot_do_is_said_before_it(
     assert capsys.readouterr().err.startswith(f"error: {line}")
 
 
-def test_a_resume_without_a_whole_checkpoint_is_refused_before_it_starts(tmp_path: Path) -> None:
+def test_a_resume_without_a_whole_checkpoint_is_refused_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_catalog, "SECOND_READ_S", 0.0)
     folder = Storage.local(made(tmp_path / "runs" / "a"))
     for name in ("notes", ".DS_Store"):
         (tmp_path / "runs" / name).write_text("of a desktop")
@@ -426,10 +429,34 @@ def test_a_resume_without_a_whole_checkpoint_is_refused_before_it_starts(tmp_pat
             run_folder.find(open_storage(str(tmp_path)) / "runs", name)
     for checkpoint in checkpoint_catalog.list_checkpoints(folder):
         (checkpoint.folder / "rank_00000.safetensors").write_text("damaged")
-    line = r"^run 'a' has no whole checkpoint in .*: the newest, step_\d+, cannot be used: .* has 7 bytes, not 1; "
+    line = r"^run 'a' has no whole checkpoint in .*: the newest, step_\d+, cannot be used: .* has 7 bytes, not 1; put"
     with pytest.raises(ConfigError, match=line), run_folder.saved_run("a", str(tmp_path), {}):
         pass
     assert train._way_on(folder, str(tmp_path)) == ""
+
+
+def test_checkpoints_that_a_network_shows_late_are_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a file system shows old sizes for a while, or an old list of what a folder holds."""
+    folder = Storage.local(made(tmp_path / "runs" / "a"))
+    checkpoint_catalog.mark_saved(folder)
+    whole, waits = tmp_path / "whole", list[float]()
+
+    def become_visible(seconds: float) -> None:
+        waits.append(seconds)
+        shutil.copytree(whole, folder.path, dirs_exist_ok=True)
+
+    monkeypatch.setattr("time.sleep", become_visible)
+    shutil.copytree(folder.path, whole)
+    for entry in checkpoint_catalog.list_checkpoints(folder):
+        (entry.folder / "rank_00000.safetensors").write_text("")
+    run_folder._check_checkpoints(folder)
+    for entry in checkpoint_catalog.list_checkpoints(folder):
+        entry.folder.delete()
+    run_folder._check_checkpoints(folder)
+    run_folder._check_checkpoints(folder)  # which is whole, and waits for nothing
+    assert waits == [checkpoint_catalog.SECOND_READ_S] * 2
 
 
 def test_a_refusal_of_what_a_stranger_wrote_is_one_short_line(tmp_path: Path) -> None:
@@ -662,8 +689,9 @@ def test_a_resume_neither_moves_nor_renames_a_run(overrides: dict[str, str], sai
 @pytest.mark.parametrize("left", ["nothing", "files without manifests"])
 @pytest.mark.parametrize(("record", "text"), [("result.json", '{"step": 21}'), (checkpoint_catalog.SAVED, "")])
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(
-    record: str, text: str, left: str, storage: Path
+    record: str, text: str, left: str, storage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(checkpoint_catalog, "SECOND_READ_S", 0.0)
     folder = storage / "runs" / "a"
     for step in STEPS:
         (folder / f"step_{step:06d}" / "manifest.json").unlink()

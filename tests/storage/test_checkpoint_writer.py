@@ -40,7 +40,7 @@ def shards(step: int, size: int = 1000) -> dict[str, Shard]:
 
 def open_writer(where: Where, retention: Retention = Retention()) -> CheckpointWriter:  # noqa: B008 - it is frozen
     os.environ.update(where[1])
-    checkpoint_writer._SECOND_READ_S = 0.0  # this process is the test's own
+    checkpoint_catalog.SECOND_READ_S = 0.0  # this process is the test's own
     return CheckpointWriter(open_storage(where[0]), retention)
 
 
