@@ -85,9 +85,9 @@ def find(runs: Storage, name: str) -> Storage:
         ConfigError: there is no run of that name; the text has the nearest name.
     """
     names = runs.names()
+    if name in names and holds_run(runs / name):  # whatever somebody has renamed its folder to
+        return runs / name
     if name in names and re.fullmatch(RUN_NAME, name) and (runs / name).size() is None:  # no file of a desktop
-        if holds_run(runs / name):
-            return runs / name
         interrupted = f"has not begun, its start was interrupted: rlx train --name {name} begins it"
         state = f"is being started by {holder}" if (holder := claims.holder(runs / name)) else interrupted
         raise ConfigError(f"run {name!r} in {runs.path} {state}")

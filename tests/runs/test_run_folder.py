@@ -657,6 +657,18 @@ def test_what_an_interrupted_start_has_left_is_no_run(storage: Path) -> None:
         checkpoint_of("halv", str(storage))
 
 
+@pytest.mark.parametrize("name", ["a copy", "_old", "läuft"])
+def test_a_run_whose_folder_was_renamed_is_found_by_that_name(name: str, storage: Path) -> None:
+    """No run can begin with such a name."""
+    runs = storage / "runs"
+    shutil.copytree(runs / "a", runs / name)
+    assert run_folder.locate(name, str(storage))[1].path == f"{runs}/{name}"
+    assert checkpoint_of(f"{name}@10", str(storage))[0] == f"{runs}/{name}/step_000010"
+    (runs / name / "run.json").unlink()
+    with pytest.raises(ConfigError, match=f"^no run '{name}' in {runs}"):
+        run_folder.locate(name, str(storage))
+
+
 def test_a_run_that_another_process_starts_is_named_as_that(storage: Path) -> None:
     """It lies in its folder once its model is made and its processes are started."""
     runs = storage / "runs"
