@@ -20,7 +20,7 @@ from rlx.runs import run_folder
 from rlx.samples import choosing, page, reader
 from rlx.samples.columns import Kind
 from rlx.samples.reader import KeptCompletion, KeptStep
-from rlx.storage.filesystem import Storage, replace_file
+from rlx.storage.filesystem import Storage, rewrite_file
 
 _ROWS, _CHARACTERS = 16, 280  # of the terminal's table, and of a text in it
 _SHARE = "tracking.completions is the share of the prompts that are kept"
@@ -177,7 +177,7 @@ def write_page(args: argparse.Namespace) -> int:
     title = f"Completions of run {' and run '.join(names)}"
     facts = {name: f"{run.path}/completions" for name, run in runs}
     try:
-        replace_file(file, page.completions_page(title, shown, facts).encode())
+        rewrite_file(file, page.completions_page(title, shown, facts).encode())
     except OSError as error:  # a full disk; what was there stays
         raise ConfigError(f"--html {file} cannot be written: {one_line(error)}") from None
     count, kept = sum(len(step.rows) for step in shown), sum(step.kept for step in shown)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -114,11 +115,29 @@ def write_bytes(file: Storage, content: bytes) -> None:
         stream.write(content)
 
 
-def replace_file(file: Path, content: bytes) -> None:
-    """Replaces a file of this machine at once; after an error, e.g. of a full disk, the old one is still there."""
+def rewrite_file(file: Path, content: bytes) -> None:
+    """Writes a file that a person names, which stays what it is: a link leads where it led, a mode is kept.
+
+    A plain file is replaced at once. A pipe, a terminal or what this process has open (/dev/stdout) is written to.
+    """
+    is_open = any(folder in file.absolute().parents for folder in (Path("/dev"), Path("/proc")))
+    if file.exists() and (is_open or not file.is_file()):
+        file.write_bytes(content)
+    else:
+        replace_file(Path(os.path.realpath(file)), content, file.stat().st_mode if file.exists() else None)
+
+
+def replace_file(file: Path, content: bytes, mode: int | None = None) -> None:
+    """Replaces a file of this machine at once; after an error, e.g. of a full disk, the old one is still there.
+
+    Args:
+        mode: of the new file; None for that of all files this process makes.
+    """
     part = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as stream:
+            if mode is not None:
+                os.fchmod(stream.fileno(), stat.S_IMODE(mode))
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())

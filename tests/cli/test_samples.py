@@ -1,8 +1,11 @@
 """`rlx samples`: the table, the page, and what is refused."""
 
+import os
 import resource
+import stat
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -149,6 +152,33 @@ def test_a_page_that_cannot_be_written_replaces_none(
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert out.startswith(f"error: --html {file} cannot be written: ") and out.count("\n") == 1
     assert file.read_text() == "of before" and [each.name for each in tmp_path.glob("page*")] == ["page.html"]
+
+
+def test_a_page_is_written_into_what_its_file_is(
+    storage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A link to a page that only its owner reads, a pipe, or a file that this process has open, as /dev/stdout is."""
+
+    def write(file: Path | str) -> None:
+        said(capsys, "one", "--storage", storage, "--html", str(file))
+
+    link, page, pipe, log = (tmp_path / name for name in ("link.html", "www/page.html", "pipe", "log"))
+    page.parent.mkdir()
+    page.write_text("of before")
+    page.chmod(0o600)
+    link.symlink_to(page)
+    write(link)
+    assert link.is_symlink() and "Completions of run one" in page.read_text()
+    assert stat.S_IMODE(page.stat().st_mode) == 0o600
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as reader:
+        read = reader.submit(pipe.read_text)
+        write(pipe)
+        assert read.result(30) == page.read_text() and pipe.is_fifo()
+    with log.open("w") as stream:
+        write(f"/dev/fd/{stream.fileno()}")
+        assert os.path.samestat(os.fstat(stream.fileno()), log.stat())
+    assert log.read_text() == page.read_text()
 
 
 def test_steps_that_kept_nothing_are_passed_over(
