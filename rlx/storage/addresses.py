@@ -29,7 +29,10 @@ _S3_CONNECT_TIMEOUT_S, _S3_REQUEST_TIMEOUT_S = 5.0, 30.0
 _S3_ATTEMPTS = 5  # of one request; the SDK waits longer each time
 
 
-_BELOW = re.compile(r"(?P<storage>.+?)(/sweeps/[^/]+)?/runs/[^/?]+(/step_\d+)?/?(?P<options>\?.*)?")
+_BELOW = re.compile(
+    r"(?P<storage>(\w+://)?+/?[^/].*?)(/sweeps/[^/]+)?"  # a storage is a folder; `?+` keeps :// from being one
+    r"/runs/(?!step_\d+([/?]|$))[^/?]+(/step_\d+)?/?(?P<options>\?.*)?"  # of checkpoints alone are no runs
+)
 _SCHEMES, _SCHEME = ("file", "s3"), re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/{1,2})")
 
 

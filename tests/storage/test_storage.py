@@ -98,6 +98,28 @@ def test_the_local_folder_is_the_storage_or_beside_a_remote_one(
     assert local_folder("s3://bucket/a") == tmp_path / "storage"
 
 
+@pytest.mark.parametrize(
+    ("address", "above"),
+    [
+        ("/a/storage/runs/ppo-1/step_000010", "/a/storage"),
+        ("/a/runs/b/runs/ppo-1", "/a/runs/b"),
+        ("/a/sweeps/lr/runs/lr-1/step_000010/", "/a"),
+        ("s3://bucket/runs/ppo-1/step_000010?region=a", "s3://bucket?region=a"),
+        ("s3://runs/a/runs/ppo-1", "s3://runs/a"),
+        ("file:///a/runs/step_by_step", "file:///a"),
+        ("s3://runs/ppo-1/step_000010", None),
+        ("s3:///runs/ppo-1", None),
+        ("file:///runs/ppo-1/step_000010", None),
+        ("/runs/ppo-1/step_000010", None),
+        ("/backup/runs/step_000010", None),
+        ("s3://bucket/runs/step_000010?region=a", None),
+        ("/backup/step_000010", None),
+    ],
+)
+def test_a_storage_above_a_run_is_a_folder_or_a_bucket(address: str, above: str | None) -> None:
+    assert addresses.storage_above(address) == above
+
+
 def test_a_folder_may_have_a_question_mark_in_its_name(tmp_path: Path) -> None:
     assert addresses.join_address(f"{tmp_path}/st?x", "runs", "a") == f"{tmp_path}/st?x/runs/a"
     assert addresses.without_options("s3://bucket/a?region=x") == "s3://bucket/a"
