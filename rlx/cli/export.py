@@ -78,7 +78,7 @@ def write(args: argparse.Namespace) -> int:
     print(f"load it: {loading(folder, args.adapter)}")
     if args.register:
         assert manifest.mlflow_run_id
-        uri = tracking_uri(config.tracking, config.storage)
+        uri = tracking_uri(config.tracking, tracking_storage(args, address, checkpoint))
         version = registered(uri, manifest.mlflow_run_id, folder, args.register)
         print(f"registered as {args.register}, version {version}: {MLflowService(uri).browse_command()}")
     return 0
@@ -106,11 +106,24 @@ def check_recorded(name: str | None, run_id: str | None) -> None:
 def run_config(args: argparse.Namespace, address: str, checkpoint: CheckpointEntry) -> RunConfig:
     """Returns the config of the checkpoint's run, with the address of the storage that it lies in today.
 
-    That of a checkpoint which lies elsewhere is --storage: what it was written in may be another person's choice.
+    That of a checkpoint which lies elsewhere is --storage, for its model: what it was written in may be another
+    person's choice.
     """
     tree = run_folder.inherited_settings(checkpoint, print, trust=args.trust, used=signatures.USED_BY_EXPORTS)
     config = from_tree(tree, f"checkpoint {checkpoint.name}")
     return config.model_copy(update={"storage": storage_above(address) or args.storage})
+
+
+def tracking_storage(args: argparse.Namespace, address: str, checkpoint: CheckpointEntry) -> str:
+    """Returns the address of the storage that has the MLflow database with the checkpoint's run.
+
+    It is the one that the checkpoint lies in. One that lies elsewhere was copied out of the storage that it was
+    written in, which is believed if this user has written it, or trusts it; else it is --storage.
+    """
+    manifest = checkpoint.manifest
+    assert manifest
+    own = args.trust or signatures.is_own(manifest.config, manifest.signature)
+    return storage_above(address) or (str(manifest.config["storage"]) if own else args.storage)
 
 
 def default_folder(args: argparse.Namespace, name: str) -> str:

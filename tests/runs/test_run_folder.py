@@ -395,6 +395,20 @@ def test_a_checkpoint_does_not_choose_the_storage_of_its_model(tmp_path: Path, m
     assert used == [above, given, above, RunConfig().storage, given, "mine"]
 
 
+def test_a_copied_checkpoint_is_registered_where_its_run_is(tmp_path: Path) -> None:
+    """Somebody else's is not: a person who wrote it would choose the database."""
+    written = {"name": "a", "storage": "/home/me/storage"}
+    sign = Signer.new().sign
+    mine = put(tmp_path / "copy", 5, signature=sign(settings(**written)), **written)
+    strange = put(tmp_path / "other", 5, signature="x:y", **written)
+    args = export._argument_parser().parse_args(["a", "--storage", "mine"])
+    trusting = export._argument_parser().parse_args(["a", "--storage", "mine", "--trust"])
+    used = [export.tracking_storage(args, found.folder.path, found) for found in (mine, strange)]
+    used.append(export.tracking_storage(trusting, strange.folder.path, strange))
+    used.append(export.tracking_storage(args, "/moved/runs/a/step_000005", mine))
+    assert used == ["/home/me/storage", "mine", "/home/me/storage", "/moved"]
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
