@@ -395,18 +395,21 @@ def test_a_checkpoint_does_not_choose_the_storage_of_its_model(tmp_path: Path, m
     assert used == [above, given, above, RunConfig().storage, given, "mine"]
 
 
-def test_a_copied_checkpoint_is_registered_where_its_run_is(tmp_path: Path) -> None:
-    """Somebody else's is not: a person who wrote it would choose the database."""
-    written = {"name": "a", "storage": "/home/me/storage"}
-    sign = Signer.new().sign
-    mine = put(tmp_path / "copy", 5, signature=sign(settings(**written)), **written)
-    strange = put(tmp_path / "other", 5, signature="x:y", **written)
-    args = export._argument_parser().parse_args(["a", "--storage", "mine"])
-    trusting = export._argument_parser().parse_args(["a", "--storage", "mine", "--trust"])
-    used = [export.tracking_storage(args, found.folder.path, found) for found in (mine, strange)]
-    used.append(export.tracking_storage(trusting, strange.folder.path, strange))
-    used.append(export.tracking_storage(args, "/moved/runs/a/step_000005", mine))
-    assert used == ["/home/me/storage", "mine", "/home/me/storage", "/moved"]
+def test_a_copied_checkpoint_is_registered_where_its_run_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not somebody else's: who wrote it would choose the database."""
+    used = list[str]()
+    monkeypatch.setattr("rlx.runs.export.export", lambda *_: 0.0)  # which models, and MLflow, take long to show
+    monkeypatch.setattr(export, "registered", lambda uri, *_: used.append(uri) or "1")
+    written = {"name": "a", "storage": f"{tmp_path}/written"}
+    for place, signature in (("copy", Signer.new().sign(settings(**written))), ("other", "x:y"), ("moved/runs/a", "")):
+        entry = put(tmp_path / place, 5, signature=signature, **written)
+        assert entry.manifest
+        checkpoint_catalog.commit(entry.folder, entry.manifest.model_copy(update={"mlflow_run_id": "1"}))
+        for trust in ((), ("--trust",)):
+            words = ("--register", "m", "--storage", f"{tmp_path}/mine", "--out", f"{tmp_path}/out")
+            assert export.main([entry.folder.path, *words, *trust]) == 0
+    places = [uri.removeprefix(f"sqlite:///{tmp_path}/").removesuffix("/mlflow.db") for uri in used]
+    assert places == ["written", "written", "mine", "written", "moved", "moved"]
 
 
 @pytest.mark.parametrize(
