@@ -164,6 +164,36 @@ def note_of(uri: str, changes: dict[str, str], folder: str = "/s/runs/a") -> str
     return mlflow.get_run(uri, run_id).tags["mlflow.note.content"]
 
 
+FOLDER_TAGS = {"rlx.kind": "run", "rlx.folder": "/s/runs/a"}
+
+
+@pytest.mark.parametrize("note", ["lr too high", "{own} lr too high", None])
+def test_a_resume_keeps_the_note_that_a_person_has_written(uri: str, note: str | None) -> None:
+    service = mlflow.MLflowService(uri)
+    run_id = service.make_run("1", "rlx", "a", parent=None, params=SETTINGS, tags=FOLDER_TAGS, at=1)
+    own = mlflow.get_run(uri, run_id).tags["mlflow.note.content"]
+    if note:
+        mlflow.client(uri).set_tag(run_id, "mlflow.note.content", note.format(own=own))
+    assert service.reopen_run(run_id, 2, SETTINGS | {"train.steps": "50"}, FOLDER_TAGS)
+    wanted = note.format(own=own) if note else own.replace("40 steps", "50 steps")
+    assert mlflow.get_run(uri, run_id).tags["mlflow.note.content"] == wanted
+
+
+def test_settings_that_become_set_or_unset_are_changed(uri: str) -> None:
+    service = mlflow.MLflowService(uri)
+    of_before = {key: value for key, value in SETTINGS.items() if key != "seed"}  # a setting that was not there
+    of_before |= {"algorithm.target_kl": "0.05", "old.setting": "1"}
+    run_id = service.make_run("1", "rlx", "a", parent=None, params=of_before, tags=FOLDER_TAGS, at=1)
+    for at, now, changed in (
+        (2, SETTINGS | {"algorithm.target_kl": "0.05"}, None),
+        (3, SETTINGS | {"algorithm.dual_clip": "3.0"}, "algorithm.dual_clip 3.0, algorithm.target_kl unset"),
+        (4, SETTINGS | {"seed": "7", "algorithm.target_kl": "0.05"}, "seed 7"),
+        (5, {}, ""),
+    ):
+        assert service.reopen_run(run_id, at, now, FOLDER_TAGS)
+        assert mlflow.get_run(uri, run_id).tags.get("rlx.changed") == changed
+
+
 SUMS = {"source": "reasoning_gym:chain_sum", "name": "sums", "params": {"max_digits": 2}, "weight": 2.0}
 WORDS = {"source": "/p/words.jsonl", "held_out": "/p/more.jsonl", "weight": 1.0}
 

@@ -475,6 +475,18 @@ def test_records_wait_while_the_run_or_its_experiment_is_deleted(kind: str, data
     assert logged(database, folder) == expected(0, 1) and tracked_run(database, folder).status == "FINISHED"
 
 
+def test_records_wait_while_a_run_in_a_folder_of_files_is_deleted(
+    folder: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri, messages = f"file://{tmp_path}/mlruns", Messages()
+    tracker = opened_tracker(uri, folder, messages)
+    mlflow.client(uri).delete_run(tracker.run_id)
+    log_steps(tracker, 0)
+    assert "restores it" in messages.next()
+    assert tracker.close(0) == 2
+
+
 def test_a_resume_of_a_deleted_run_creates_a_new_one(database: str, folder: Storage) -> None:
     messages = Messages()
     tracker = opened_tracker(database, folder)

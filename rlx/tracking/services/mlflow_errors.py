@@ -12,7 +12,7 @@ from rlx.config.errors import one_line
 # Without BAD_REQUEST: MLflow also answers that when its database has run out of connections.
 # Nor RESOURCE_DOES_NOT_EXIST: a run whose id is known has been created, so another store answers than the right one.
 _REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS"}
-_DELETED = re.compile(r"^(?:INVALID_PARAMETER_VALUE: )?The (run|experiment) (\S+) must be in the 'active' state")
+_DELETED = re.compile(r"^(?:INVALID_PARAMETER_VALUE: )?The (run|experiment) (\S+) must be in (?:the )?'active'")
 _REFUSED_UPLOADS = {400, 413}  # HTTP status of a refused artifact
 _CAUSE = re.compile(
     r"connection refused|timed out|connection reset|remote end closed|too many \d+ error responses"

@@ -17,8 +17,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rlx.config.run import storage_words
+from rlx.config.run import RunConfig, storage_words
+from rlx.config.sections.base import flatten
 from rlx.config.sections.data import SourceConfig
+from rlx.tracking.parameters import params_of
 
 BEST = "best/"
 """the prefix of a metric that a table of runs can be sorted by: the best value of another one"""
@@ -34,6 +36,7 @@ LONGEST_PARAM = 6000
 """characters; MLflow refuses longer values of parameters"""
 _LONGEST_TAG = 5000  # characters, as much as MLflow's databases take
 _DESCRIPTION = "mlflow.note.content"
+_BEGIN, _END = "PPO (", "when it has ended."  # of rlx's own descriptions of runs
 _DATA_SETS = {"training": "data.", "evaluation": "eval."}
 """by MLflow's word for what a data set is used for: the settings that make it"""
 _OF_ONE_SOURCE, _PARAMS = "data.source", "data.params"
@@ -112,15 +115,29 @@ def dress(client: Any, run_id: str, params: Mapping[str, str], tags: Mapping[str
 def tell_changes(client: Any, run: Any, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
     """Gives a run that goes on with other settings their description, and a tag with those that differ from its params.
 
-    MLflow's params cannot change: they are those of the first start.
+    MLflow's params cannot change: they are those of the first start. A description that a person has written, or added
+    to, stays.
     """
-    logged, run_id = run.data.params, run.info.run_id
-    changed = [f"{key} {value}" for key, value in params.items() if logged.get(key, value) != value[:LONGEST_PARAM]]
+    changed = _changed(run.data.params, params)
     if not changed and CHANGED not in run.data.tags:
-        return  # a description that a person has written stays
-    client.set_tag(run_id, CHANGED, ", ".join(changed)[:_LONGEST_TAG])
-    if text := _description(params, tags):
-        set_description(client, run_id, text)
+        return
+    client.set_tag(run.info.run_id, CHANGED, ", ".join(changed)[:_LONGEST_TAG])
+    text, present = _description(params, tags), run.data.tags.get(_DESCRIPTION, "")
+    own = present.startswith(_BEGIN) and present.endswith((_place(tags), _END))
+    if text and (own or not present):
+        set_description(client, run.info.run_id, text)
+
+
+def _changed(logged: Mapping[str, str], params: Mapping[str, str]) -> list[str]:
+    """The settings that differ from a run's params, each with its value now; a sweep that goes on has given none.
+
+    What has no param was None, or is newer than the run, which was made with its default then.
+    """
+    settings = flatten(RunConfig())
+    defaults = {key: str(value) for key, value in params_of(settings).items()}
+    before = defaults | dict(logged)
+    changed = [f"{key} {value}" for key, value in params.items() if before.get(key) != value[:LONGEST_PARAM]]
+    return changed + [f"{key} unset" for key in logged if params and key in settings and key not in params]
 
 
 def _description(params: Mapping[str, str], tags: Mapping[str, str]) -> str:
@@ -129,9 +146,13 @@ def _description(params: Mapping[str, str], tags: Mapping[str, str]) -> str:
         return ""
     named = ", ".join(f"{each.label} ({each.source})" for each in _sources(params)) or params["data.source"]
     size = f"{params['train.steps']} steps of {params['train.prompts_per_step']} prompts"
-    what = f"PPO ({params['algorithm.advantage']}) of {params['model.path']} on {named[:_MOST_NAMED]}: {size}"
-    text = f"{what} x {params['train.samples_per_prompt']} completions. Kept in {tags['rlx.folder']}."
+    what = f"{_BEGIN}{params['algorithm.advantage']}) of {params['model.path']} on {named[:_MOST_NAMED]}: {size}"
+    text = f"{what} x {params['train.samples_per_prompt']} completions. {_place(tags)}"
     return text + _how_to_read(params, tags["rlx.folder"])
+
+
+def _place(tags: Mapping[str, str]) -> str:
+    return f"Kept in {tags['rlx.folder']}."
 
 
 def _how_to_read(params: Mapping[str, str], folder: str) -> str:
@@ -144,7 +165,7 @@ def _how_to_read(params: Mapping[str, str], folder: str) -> str:
         words = [run_address(folder, storage)]
     to_read = ["rlx", "samples", *words]
     to_write = [*to_read, "--html", f"{name}.html"]
-    some = "Some of them are in its artifact completions.html when it has ended."
+    some = f"Some of them are in its artifact completions.html {_END}"
     return f" Its completions: `{shlex.join(to_read)}`; as a page: `{shlex.join(to_write)}`. {some}"
 
 
