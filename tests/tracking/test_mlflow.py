@@ -194,6 +194,24 @@ def test_settings_that_become_set_or_unset_are_changed(uri: str) -> None:
         assert mlflow.get_run(uri, run_id).tags.get("rlx.changed") == changed
 
 
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [
+        (
+            "file:///old/my%20runs",
+            "in /old/my runs, not beside its database, as after the storage was moved or copied;",
+        ),
+        ("mlflow-artifacts:/1", "in mlflow-artifacts:/1, not beside its database;"),
+        ("s3://key:secret@bucket/x", "in s3://bucket/x, not beside its database;"),
+    ],
+)
+def test_a_run_whose_files_lie_elsewhere_names_the_place(uri: str, place: str, told: str) -> None:
+    mlflow.client(uri).create_experiment("rlx", place)
+    service = mlflow.MLflowService(uri)
+    run_id = service.make_run("1", "rlx", "a", parent=None, params={}, tags={}, at=1)
+    assert told in service.writer(run_id).missing()
+
+
 SUMS = {"source": "reasoning_gym:chain_sum", "name": "sums", "params": {"max_digits": 2}, "weight": 2.0}
 WORDS = {"source": "/p/words.jsonl", "held_out": "/p/more.jsonl", "weight": 1.0}
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.errors import ConfigError, printable
+from rlx.tracking.services.mlflow_errors import without_password
 
 DATABASE = "mlflow.db"
 """the file of the store in a storage folder"""
@@ -70,11 +71,15 @@ def is_beside(uri: str, run: Any) -> bool:
 def why_not_kept(client: Any, run_id: str) -> str:
     """A message that MLflow gets no files of a run, of which `is_known` is false, why, and what to do."""
     experiment = client.get_experiment(client.get_run(run_id).info.experiment_id)
-    place = printable(urllib.parse.unquote(urllib.parse.urlsplit(str(experiment.artifact_location)).path))
+    address = str(experiment.artifact_location)
+    parts = urllib.parse.urlsplit(address)
+    is_folder = parts.scheme in ("", "file") and not parts.netloc
+    place = urllib.parse.unquote(parts.path) if is_folder else without_password(address)
+    cause = ", as after the storage was moved or copied" if is_folder else ""
     return (
         f"MLflow gets no tables of samples, texts and pages of this run: experiment {experiment.name!r} keeps them in "
-        f"{place[:300]}, not beside its database, as after the storage was moved or copied; --tracking.experiment NAME "
-        "makes another experiment here for new runs"
+        f"{printable(place)[:300]}, not beside its database{cause}; --tracking.experiment NAME makes another "
+        "experiment here for new runs"
     )
 
 
