@@ -248,16 +248,16 @@ def examine(
 
 
 def send_pending(services: Sequence[TrackingService], folder: Storage, notify: Notify) -> bool:
-    """Sends the records of a finished run that still wait; returns False if a tracking service still takes none."""
+    """Sends the records of a finished run that still wait; returns False if a tracking service is away."""
     if not outbox.pending(folder):
         return True
     left, titles = tracker.send_pending(services, folder, notify), titles_of(services)
     notify(
-        f"{left} records for {titles} still wait in {folder.path}/outbox"
-        if left
+        f"{left.count} records for {titles} still wait in {folder.path}/outbox"
+        if left.count
         else f"the records that waited for {titles} are sent"
     )
-    return not left
+    return not left.is_away
 
 
 def titles_of(services: Sequence[TrackingService]) -> str:

@@ -18,7 +18,7 @@ from rlx.cluster.connection import is_own_cluster
 from rlx.cluster.nodes import other_nodes
 from rlx.config.errors import one_line
 from rlx.config.sections.records import BackendName
-from rlx.tracking.base import Reach, RunStatus, TrackingService
+from rlx.tracking.base import Failure, Reach, RunStatus, TrackingService
 
 _AT_ONCE = 4  # calls of MLflow; SQLite writes one by one, and more than its 15 connections fail after 30 s
 _VARIABLES = "WANDB_"
@@ -105,11 +105,11 @@ class RelayedService:
     def writer(self, run_id: str) -> RelayedRun:
         return RelayedRun(self.actor, run_id)
 
-    def is_refusal(self, error: Exception) -> bool:
+    def failure(self, error: Exception) -> Failure:
         try:
-            return bool(self._call("is_refusal", error))
-        except ray.exceptions.RayError:  # the actor is being restarted: nobody has refused anything
-            return False
+            return Failure(self._call("failure", error))
+        except ray.exceptions.RayError:  # the actor is being restarted: the service has said nothing
+            return Failure.AWAY
 
     def cause(self, error: Exception) -> str:
         try:

@@ -264,8 +264,8 @@ class TrialLog:
     ) -> None:
         tracker = OutboxTracker(tracking, run, writer)
         what(tracker)
-        left = tracker.close(self._patience_s)
-        self._patience_s = 0.0 if left else _PATIENCE_S  # where a service does not answer, one waits for all
+        tracker.close(self._patience_s)
+        self._patience_s = 0.0 if tracker.is_away else _PATIENCE_S  # where a service does not answer, one waits for all
 
 
 def _tracked_settings(plan: SweepPlan, settings: Mapping[str, Any], attempt: Attempt) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def _keep_race(plan: SweepPlan, folder: Storage) -> None:
 
 
 def send_pending(services: Sequence[TrackingService], folder: Storage) -> None:
-    """Sends the records that the sweep and its trials could not send, until a tracking service takes no more."""
+    """Sends the records that the sweep and its trials could not send, until a tracking service is away."""
     for run in [folder, *(folder / "runs" / attempt for attempt in (folder / "runs").names())]:
         if not launch.send_pending(services, run, _LOG.warning):
             return

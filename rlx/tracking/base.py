@@ -34,6 +34,14 @@ class RunStatus(StrEnum):
         return RunStatus.FINISHED if (earlier, self) == (RunStatus.FINISHED, RunStatus.KILLED) else self
 
 
+class Failure(StrEnum):
+    """Why a service has not taken a record."""
+
+    AWAY = "away"  # another attempt may help
+    DELETED = "deleted"  # a person has deleted the run there, and may restore it; records of other runs are taken
+    REFUSED = "refused"  # another attempt is useless
+
+
 class Reach(StrEnum):
     """Which processes can write to a service."""
 
@@ -160,8 +168,8 @@ class TrackingService(Protocol):
     def writer(self, run_id: str) -> RunWriter:
         """Opens a run for writing."""
 
-    def is_refusal(self, error: Exception) -> bool:
-        """Whether the service rejected a record, so that another attempt is useless."""
+    def failure(self, error: Exception) -> Failure:
+        """Which kind of failure it is that the service has not taken a record."""
 
     def cause(self, error: Exception) -> str:
         """Why the client of the service failed, in a few words and without a password."""

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from rlx.storage.filesystem import Storage
 from rlx.tracking import outbox
-from rlx.tracking.base import RunWriter, TrackingService
+from rlx.tracking.base import Failure, RunWriter, TrackingService
 from rlx.tracking.outbox import EntryKind, OutboxEntry, OutboxQueue
 from rlx.types import Notify
 
@@ -88,13 +88,14 @@ class Delivery:
             except Exception as error:  # the client of each service has its own error types
                 # A refused `OPEN` is repeated: without the run all later entries would be lost.
                 # What a text cannot be sent as, it cannot be sent as later either.
-                is_refusal = isinstance(error, UnicodeEncodeError) or self.service.is_refusal(error)
+                failure = Failure.REFUSED if isinstance(error, UnicodeEncodeError) else self.service.failure(error)
+                is_refusal = failure is Failure.REFUSED
                 self.is_refused = is_refusal and entry.kind == EntryKind.OPEN
                 if is_refusal and not self.is_refused:
                     cause = self.service.cause(error)
                     self._notify_once(f"{self.service.title} refused a record, which is left out: {cause}")
                     return True
-                self._count_failure(error)
+                self._count_failure(error, is_deleted=failure is Failure.DELETED)
             self._hurry.wait(pause_s)
             self._hurry.clear()
         return False
@@ -138,15 +139,16 @@ class Delivery:
         self._run_id = run_id
         return writer
 
-    def _count_failure(self, error: Exception) -> None:
+    def _count_failure(self, error: Exception, *, is_deleted: bool) -> None:
         self._failures += 1
-        self.queue.set_stuck(True)
         if self._failures == _FAILURES_TO_NOTIFY:
             what = "refuses the run, and with it its records" if self.is_refused else "takes no records"
             self._notify_once(
                 f"{self.service.title} at {self.service.address} {what} ({self.service.cause(error)}): "
                 f"training goes on, they are kept in {self._folder.path}/outbox"
             )
+        # Not at once: another process may be making a new run.
+        self.queue.set_stuck(True, is_held=is_deleted and self._failures >= _FAILURES_TO_NOTIFY)
 
     def _count_success(self) -> None:
         if self._failures >= _FAILURES_TO_NOTIFY:

@@ -201,7 +201,7 @@ class OutboxQueue:
         self.is_closed = False
         self._entries: deque[OutboxEntry] = deque()
         self._next_number = 1  # of the next file
-        self._is_stuck = False
+        self._is_stuck = self.is_held = False
         self._changed = threading.Condition()
 
     def __len__(self) -> int:
@@ -252,16 +252,20 @@ class OutboxQueue:
             self._entries.popleft()
             self._changed.notify_all()
 
-    def set_stuck(self, is_stuck: bool) -> None:
-        """Tells `save` whether the service takes no entries now, so that waiting for it is useless."""
+    def set_stuck(self, is_stuck: bool, *, is_held: bool = False) -> None:
+        """Tells `save` whether the service takes no entries now, so that waiting for it is useless.
+
+        Args:
+            is_held: it will take none until a person does something, so that `wait_until_empty` is useless, too.
+        """
         with self._changed:
-            self._is_stuck = is_stuck
+            self._is_stuck, self.is_held = is_stuck, is_held
             self._changed.notify_all()
 
     def wait_until_empty(self, patience_s: float) -> None:
-        """Waits until all entries are sent, at most for `patience_s`."""
+        """Waits until all entries are sent or held, at most for `patience_s`."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._entries, patience_s)
+            self._changed.wait_for(lambda: self.is_held or not self._entries, patience_s)
 
     def save(self, patience_s: float) -> None:
         """Waits for the entries to be sent, unless the service is stuck; then writes the remaining ones to files.

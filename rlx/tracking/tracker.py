@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ class OutboxTracker:
         self.services, self.folder = services, folder
         self._of_steps = {"again": True} if again else {}
         self._deliveries = [_started(service, folder, writer, notify) for service in services]
+        self.is_away = False  # whether `close` has left records for another reason than that the run is deleted
 
     @property
     def run_id(self) -> str | None:
@@ -178,7 +180,7 @@ class OutboxTracker:
     def close(self, patience_s: float) -> int:
         """Sends for at most `patience_s`, saves the rest in the outbox folder, and returns how many are left.
 
-        No other call may follow.
+        Those of a run that is deleted in the service are not waited for. No other method may be called afterwards.
 
         Raises:
             StorageError: the run's folder cannot be written.
@@ -187,6 +189,7 @@ class OutboxTracker:
         with ExitStack() as stack:  # all are closed, also if the records of one cannot be saved
             for delivery in reversed(self._deliveries):
                 stack.callback(_close, delivery, deadline)
+        self.is_away = any(len(each.queue) > 0 and not each.queue.is_held for each in self._deliveries)
         return sum(len(delivery.queue) for delivery in self._deliveries)
 
     def _add(self, kind: EntryKind, content: dict[str, Any]) -> None:
@@ -206,6 +209,7 @@ def _started(service: TrackingService, folder: Storage, writer: str, notify: Not
 
 def _close(delivery: Delivery, deadline: float) -> None:
     """Sends until nothing is left or the time `deadline` (monotonic), and saves what is left."""
+    delivery.queue.is_held = False  # the next attempt shows whether the run is still deleted
     delivery.hurry()
     try:
         delivery.queue.wait_until_empty(max(deadline - time.monotonic(), 0.0))
@@ -217,10 +221,18 @@ def _close(delivery: Delivery, deadline: float) -> None:
             delivery.hurry()
 
 
+@dataclass(frozen=True)
+class Unsent:
+    """Records of a run that services have not taken."""
+
+    count: int
+    is_away: bool  # whether a service may take none of other runs, either; not if the run is deleted there
+
+
 def send_pending(
     services: Sequence[TrackingService], folder: Storage, notify: Notify = _LOG.warning, patience_s: float = 30.0
-) -> int:
-    """Sends the records that the processes of a run have left in its outbox; returns how many are still left.
+) -> Unsent:
+    """Sends the records that the processes of a run have left in its outbox; returns what is still left.
 
     Args:
         folder: the folder of a run that is over.
@@ -236,7 +248,7 @@ def send_pending(
             trackers.append(OutboxTracker(services, folder, writer, notify))
     finally:
         left = sum(tracker.close(max(deadline - time.monotonic(), 0.0)) for tracker in trackers)
-    return left
+    return Unsent(left, any(tracker.is_away for tracker in trackers))
 
 
 def now_ms() -> int:

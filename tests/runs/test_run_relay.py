@@ -7,7 +7,7 @@ import ray
 
 from rlx.runs import relay
 from rlx.storage.filesystem import Storage
-from rlx.tracking.base import Reach, RunStatus
+from rlx.tracking.base import Failure, Reach, RunStatus
 from rlx.tracking.services.mlflow import MLflowService
 from rlx.tracking.services.tensorboard import TensorBoardService, events
 from rlx.tracking.tracker import OutboxTracker
@@ -61,4 +61,4 @@ def test_an_actor_that_dies_comes_back_and_refuses_nothing(ray_cluster: None, tm
     steps = [event.step for event in found for each in event.summary.value if each.tag == "reward/mean"]
     assert sorted(steps) == [0, 1, 2]
     ray.kill(far.actor)
-    assert not far.is_refusal(OSError("disk full")) and "disk full" in far.cause(OSError("disk full"))
+    assert far.failure(OSError("disk full")) is Failure.AWAY and "disk full" in far.cause(OSError("disk full"))

@@ -22,7 +22,7 @@ from rlx.sweeps import callback
 from rlx.sweeps.callback import DriverState, SweepCallback, TrialLog
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords, TrialState
 from rlx.sweeps.schedulers.schedule import Schedule
-from rlx.tracking.base import Reach, RunStatus
+from rlx.tracking.base import Failure, Reach, RunStatus
 from rlx.tracking.tracker import OutboxTracker
 
 METRIC = "eval/score"
@@ -61,8 +61,8 @@ class Service:
     def end(self, status: RunStatus, at: int) -> None:
         self.ends.setdefault(self.run, []).append(RunStatus(status))
 
-    def is_refusal(self, error: Exception) -> bool:
-        return True
+    def failure(self, error: Exception) -> Failure:
+        return Failure.REFUSED
 
     def cause(self, error: Exception) -> str:
         return str(error)
@@ -446,6 +446,23 @@ def test_the_autoscaler_is_asked_for_nothing_once_a_sweep_has_ended(monkeypatch:
     assert asked == [[]]
 
 
+def test_after_a_deleted_trial_the_service_is_waited_for(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(self: Service, status: RunStatus, at: int) -> None:
+        if self.run == str(sweep.trials[0]):
+            raise LookupError("it is deleted")
+        self.ends.setdefault(self.run, []).append(RunStatus(status))
+
+    monkeypatch.setattr(Service, "end", end)
+    monkeypatch.setattr(Service, "failure", lambda self, error: Failure.DELETED)
+    sweep.start(0, 1)
+    sweep.complete(0)
+    sweep.complete(1)
+    started = time.monotonic()
+    sweep.end()
+    assert time.monotonic() - started < callback._PATIENCE_S / 2
+    assert str(sweep.trials[0]) not in sweep.service.ends and str(sweep.trials[1]) in sweep.service.ends
+
+
 @pytest.mark.slow
 def test_a_service_that_is_away_is_waited_for_once(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 500 trials each would else wait at the end of a sweep."""
@@ -456,7 +473,7 @@ def test_a_service_that_is_away_is_waited_for_once(sweep: Sweep, monkeypatch: py
     monkeypatch.setattr(callback, "_PATIENCE_S", 2.0)
     sweep.log._patience_s = 2.0
     monkeypatch.setattr(Service, "end", away)
-    monkeypatch.setattr(Service, "is_refusal", lambda self, error: False)
+    monkeypatch.setattr(Service, "failure", lambda self, error: Failure.AWAY)
     sweep.start(0, 1)
     sweep.complete(0)
     sweep.complete(1)

@@ -11,6 +11,7 @@ import pytest
 from rlx.config.errors import ConfigError
 from rlx.storage.filesystem import Storage
 from rlx.tracking import delivery, outbox
+from rlx.tracking.base import Failure
 from rlx.tracking.delivery import Delivery
 from rlx.tracking.outbox import EntryKind, OutboxQueue, RunRecord
 
@@ -34,8 +35,8 @@ class Service:
         if self.errors and (error := self.errors.pop(0)):
             raise error
 
-    def is_refusal(self, error: Exception) -> bool:
-        return isinstance(error, Refused)
+    def failure(self, error: Exception) -> Failure:
+        return Failure.REFUSED if isinstance(error, Refused) else Failure.AWAY
 
     def cause(self, error: Exception) -> str:
         return f"because {error}"

@@ -14,7 +14,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.storage.filesystem import Storage
 from rlx.tracking import tracker
-from rlx.tracking.base import RunStatus, TrackingService, typed
+from rlx.tracking.base import Failure, RunStatus, TrackingService, typed
 from rlx.tracking.outbox import EntryKind, OutboxQueue, entries_of, run_id
 from rlx.tracking.services import reachable
 from rlx.tracking.services.reachable import check_packages
@@ -134,7 +134,7 @@ def test_a_record_that_was_sent_but_not_deleted_changes_nothing(tmp_path: Path, 
     queue = OutboxQueue(entries_of(folder, "rank_0", "tensorboard"))
     queue.add(EntryKind.LOG, {"metrics": {"reward/mean": 1 / 8, "kl/ref": 1.0}, "step": 1, "at": 1})
     queue.save(0)
-    assert tracker.send_pending([service], folder) == 0
+    assert tracker.send_pending([service], folder).count == 0
     assert scalars(tmp_path / "tb" / "s" / "trial_00000") == expected(0, 1)
 
 
@@ -200,7 +200,8 @@ def test_values_and_names_of_any_kind_are_written(tmp_path: Path) -> None:
     service.writer(run_id).log({"reward/mean": math.nan, "reward/m:f": math.inf}, 0, 1)
     (_, first, missing), (_, second, endless) = scalars(tmp_path / "tb" / "one")
     assert (first, second, math.isnan(missing), endless) == ("reward/mean", "reward/m_f", True, math.inf)
-    assert service.is_refusal(ValueError("no number")) and not service.is_refusal(OSError("disk full"))
+    assert service.failure(ValueError("no number")) is Failure.REFUSED
+    assert service.failure(OSError("disk full")) is Failure.AWAY
 
 
 # ---------------------------------------------------------------------------------------------------------------------

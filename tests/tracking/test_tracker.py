@@ -27,8 +27,10 @@ from rlx.runs import launch
 from rlx.runs.train_run import RunLostError
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
+from rlx.sweeps import tuner
 from rlx.tracking import outbox
 from rlx.tracking.base import ERROR_TAG, RunStatus, TrackedRun
+from rlx.tracking.outbox import EntryKind, OutboxQueue
 from rlx.tracking.services import mlflow, mlflow_errors
 from rlx.tracking.services.mlflow import MLflowService
 from rlx.tracking.services.tensorboard import TensorBoardRun, TensorBoardService
@@ -351,11 +353,11 @@ def test_an_entry_that_was_sent_but_not_deleted_is_stored_once(proxy: s3.Proxy, 
     first.close(0)
     files = outbox_files(folder)
     proxy.heal()
-    assert send_pending([MLflowService(proxy.address)], folder) == 0
+    assert send_pending([MLflowService(proxy.address)], folder).count == 0
     ended = tracked_run(proxy.address, folder).end_ms
     for name, text in files.items():
         (folder / "outbox" / "rank_0" / name).write_text(text)
-    assert send_pending([MLflowService(proxy.address)], folder) == 0
+    assert send_pending([MLflowService(proxy.address)], folder).count == 0
     run = tracked_run(proxy.address, folder)
     assert logged(proxy.address, folder) == expected(0, 1)
     assert (run.status, run.end_ms) == ("FINISHED", ended)
@@ -370,7 +372,7 @@ def test_a_tracker_waits_for_the_last_attempt_of_the_previous_one(proxy: s3.Prox
     while not proxy.failed:
         time.sleep(0.01)
     assert first.close(0) == 1
-    assert send_pending([MLflowService(proxy.address)], folder, patience_s=LONG_S) == 0
+    assert send_pending([MLflowService(proxy.address)], folder, patience_s=LONG_S).count == 0
     experiment = tracked_run(proxy.address, folder).experiment_id
     assert len(mlflow.client(proxy.address).search_runs([experiment], "attributes.run_name = 'slowly'")) == 1
 
@@ -468,10 +470,11 @@ def test_records_wait_while_the_run_or_its_experiment_is_deleted(kind: str, data
     delete(its_id)
     log_steps(tracker, 0, 1)
     tracker.end(RunStatus.FINISHED)
-    assert f"{command} {its_id}` restores it): training goes on, they are kept in" in messages.next()
+    new = "; without its outbox a resume begins a new one" if kind == "run" else ""
+    assert f"{command} {its_id}` restores it{new}): training goes on, they are kept in" in messages.next()
     assert tracker.close(0) == 5
     restore(its_id)
-    assert send_pending([MLflowService(database)], folder, patience_s=LONG_S) == 0
+    assert send_pending([MLflowService(database)], folder, patience_s=LONG_S).count == 0
     assert logged(database, folder) == expected(0, 1) and tracked_run(database, folder).status == "FINISHED"
 
 
@@ -500,6 +503,36 @@ def test_a_resume_of_a_deleted_run_creates_a_new_one(database: str, folder: Stor
     assert messages.all() == [told] and logged(database, folder) == expected(0, 1)
 
 
+def test_a_deleted_run_is_not_waited_for_and_begins_anew_without_its_outbox(database: str, folder: Storage) -> None:
+    tracker = opened_tracker(database, folder)
+    mlflow.client(database).delete_run(tracker.run_id)
+    log_steps(tracker, 0)
+    started = time.monotonic()
+    assert (tracker.close(LONG_S), tracker.is_away) == (2, False)
+    left = send_pending([MLflowService(database)], folder, Messages().put, LONG_S)
+    assert (left.count, left.is_away) == (2, False) and time.monotonic() - started < LONG_S / 2
+    (folder / "outbox").delete()
+    again = opened_tracker(database, folder)
+    log_steps(again, 1)
+    assert again.close(LONG_S) == 0 and again.run_id != tracker.run_id
+    assert logged(database, folder) == expected(1)
+
+
+def test_a_deleted_trial_keeps_back_no_records_of_the_others(database: str, tmp_path: Path) -> None:
+    sweep, service, ids = Storage.local(tmp_path / "sweep"), MLflowService(database), list[str]()
+    for name in ("s-0001", "s-0002"):
+        trial = opened_tracker(database, folder := sweep / "runs" / name)
+        ids.append(str(trial.run_id))
+        trial.close(LONG_S)
+        queue = OutboxQueue(outbox.entries_of(folder, "rank_0", "mlflow"))
+        queue.add(EntryKind.END, {"status": "FINISHED", "at": 5})
+        queue.save(0)  # the service was away
+    mlflow.client(database).delete_run(ids[0])
+    tuner.send_pending([service], sweep)
+    assert [outbox.pending(sweep / "runs" / name) for name in ("s-0001", "s-0002")] == [1, 0]
+    assert [mlflow.get_run(database, each).status for each in ids] == ["RUNNING", "FINISHED"]
+
+
 def test_a_resume_of_a_run_whose_experiment_is_deleted_waits_for_it(database: str, folder: Storage) -> None:
     messages = Messages()
     tracker, client = opened_tracker(database, folder), mlflow.client(database)
@@ -525,8 +558,8 @@ def test_records_wait_on_any_storage_until_they_are_sent(where: Where, database:
     again = OutboxTracker([MLflowService(nobody)], folder, "rank_0", Messages().put)
     log_steps(again, 2)
     assert (again.close(0), outbox.pending(folder)) == (6, 7)
-    assert send_pending([MLflowService(nobody)], folder, Messages().put, 0.5) == 7
-    assert send_pending([MLflowService(database)], folder) == 0
+    assert send_pending([MLflowService(nobody)], folder, Messages().put, 0.5).count == 7
+    assert send_pending([MLflowService(database)], folder).count == 0
     assert logged(database, folder) == expected(0, 1, 2)
     assert outbox.pending(folder) == 0
 
@@ -563,7 +596,7 @@ def test_close_reports_nothing_left_only_when_the_outbox_is_empty(
         delete(file)
 
     monkeypatch.setattr(Storage, "delete", slowly)
-    assert (send_pending([MLflowService(database)], folder, patience_s=LONG_S), outbox.pending(folder)) == (0, 0)
+    assert (send_pending([MLflowService(database)], folder, patience_s=LONG_S).count, outbox.pending(folder)) == (0, 0)
 
 
 def test_a_tracker_without_services_records_nothing(folder: Storage) -> None:
@@ -597,7 +630,7 @@ def test_a_service_that_is_dropped_leaves_its_records_where_they_are(folder: Sto
     first = OutboxTracker([MLflowService(nobody), board], folder, "rank_0", Messages().put)
     open_run(first)
     assert first.close(0.5) == 1
-    assert (send_pending([board], folder), outbox.pending(folder)) == (0, 1)
+    assert (send_pending([board], folder).count, outbox.pending(folder)) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -629,7 +662,7 @@ def test_what_is_no_record_in_an_outbox_keeps_nothing_waiting(database: str, fol
     entry = folder / "outbox" / "rank_0" / "000001.json"
     entry.filesystem.create_dir(entry.path)
     messages = Messages()
-    assert send_pending([MLflowService(database)], folder, messages.put, LONG_S) == 0
+    assert send_pending([MLflowService(database)], folder, messages.put, LONG_S).count == 0
     assert messages.all() == [f"{entry.path} is damaged: it is not sent to MLflow"]
 
 

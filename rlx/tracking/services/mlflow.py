@@ -21,9 +21,9 @@ from typing import Any, Final
 from filelock import FileLock, Timeout
 
 from rlx.config.errors import ConfigError, nearest
-from rlx.tracking.base import ERROR_TAG, MetricPoint, Reach, RunStatus, TrackedRun
+from rlx.tracking.base import ERROR_TAG, Failure, MetricPoint, Reach, RunStatus, TrackedRun
 from rlx.tracking.services import artifact_places, mlflow_page
-from rlx.tracking.services.mlflow_errors import cause, deleted, is_refusal, without_password
+from rlx.tracking.services.mlflow_errors import cause, deleted, failure, without_password
 from rlx.tracking.services.mlflow_page import LONGEST_PARAM, PAUSED, paused_ms
 from rlx.tracking.services.origin import origin_tags
 
@@ -153,9 +153,9 @@ class MLflowService:
         """Opens a run for writing."""
         return MLflowRun(self.uri, run_id)
 
-    def is_refusal(self, error: Exception) -> bool:
-        """Whether MLflow rejected a record, so that another attempt is useless."""
-        return is_refusal(error)
+    def failure(self, error: Exception) -> Failure:
+        """Which kind of failure it is that MLflow has not taken a record."""
+        return failure(error)
 
     def cause(self, error: Exception) -> str:
         """Why the MLflow client failed, in a few words and without a password; how to restore what is deleted."""
@@ -166,7 +166,7 @@ class MLflowService:
 class MLflowRun:
     """Writes to one MLflow run: a record that is sent twice is stored once. Implements `RunWriter`.
 
-    Methods raise what the MLflow client raises; `MLflowService.is_refusal` tells which errors are final.
+    Methods raise what the MLflow client raises; `MLflowService.failure` tells which errors are final.
     """
 
     def __init__(self, uri: str, run_id: str) -> None:

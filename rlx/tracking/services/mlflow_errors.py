@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from rlx.config.errors import one_line
+from rlx.tracking.base import Failure
 
 # Without BAD_REQUEST: MLflow also answers that when its database has run out of connections.
 # Nor RESOURCE_DOES_NOT_EXIST: a run whose id is known has been created, so another store answers than the right one.
@@ -21,11 +22,13 @@ _CAUSE = re.compile(
 )
 
 
-def is_refusal(error: Exception) -> bool:
-    """Whether MLflow rejected a request, so that another attempt is useless. What is deleted may be restored."""
+def failure(error: Exception) -> Failure:
+    """Which kind of failure it is that MLflow has not taken a record."""
+    if deleted(error):
+        return Failure.DELETED
     http_status = getattr(getattr(error, "response", None), "status_code", None)
-    refused = getattr(error, "error_code", None) in _REFUSALS and deleted(error) is None
-    return refused or http_status in _REFUSED_UPLOADS
+    refused = getattr(error, "error_code", None) in _REFUSALS or http_status in _REFUSED_UPLOADS
+    return Failure.REFUSED if refused else Failure.AWAY
 
 
 def deleted(error: Exception) -> tuple[str, str] | None:

@@ -78,7 +78,9 @@ def way_back_of(uri: str, client: Any, kind: str, its_id: str) -> str:
         experiment = client.get_experiment(client.get_run(its_id).info.experiment_id if kind == "run" else its_id)
         if way := way_back(uri, experiment):
             return f"experiment {way}"
-    return f"run {its_id} is deleted: `{command}` restores it" if kind == "run" else f"experiment {its_id} is deleted"
+    if kind == "experiment":
+        return f"experiment {its_id} is deleted"
+    return f"run {its_id} is deleted: `{command}` restores it; without its outbox a resume begins a new one"
 
 
 def run_path(experiment_id: str, run_id: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from rlx.config.errors import ConfigError, one_line
 from rlx.config.sweep import DEFAULT_METRIC
-from rlx.tracking.base import ERROR_TAG, Reach, RunStatus, typed
+from rlx.tracking.base import ERROR_TAG, Failure, Reach, RunStatus, typed
 
 _KEY_FILE = "run.json"
 _TAGS = "tags"  # before the names of texts that are tags
@@ -95,9 +95,9 @@ class TensorBoardService:
         with _OPENING:
             return run_at(self.folder / run_id)
 
-    def is_refusal(self, error: Exception) -> bool:
+    def failure(self, error: Exception) -> Failure:
         """Whether another attempt is useless: a value is no number or text."""
-        return isinstance(error, TypeError | ValueError)
+        return Failure.REFUSED if isinstance(error, TypeError | ValueError) else Failure.AWAY
 
     def cause(self, error: Exception) -> str:
         """Why a file cannot be written."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rlx.config.errors import ConfigError, one_line
-from rlx.tracking.base import ERROR_TAG, Reach, RunStatus, typed
+from rlx.tracking.base import ERROR_TAG, Failure, Reach, RunStatus, typed
 
 _OFFLINE = ("offline", "dryrun", "disabled")
 _EXIT_CODES = {RunStatus.FINISHED: 0, RunStatus.FAILED: 1, RunStatus.KILLED: 255}
@@ -103,9 +103,9 @@ class WandbService:
         """Opens a run for writing."""
         return WandbRun(self.runs, run_id)
 
-    def is_refusal(self, error: Exception) -> bool:
+    def failure(self, error: Exception) -> Failure:
         """Whether wandb rejected a record, so that another attempt is useless."""
-        return isinstance(error, TypeError | ValueError)
+        return Failure.REFUSED if isinstance(error, TypeError | ValueError) else Failure.AWAY
 
     def cause(self, error: Exception) -> str:
         """Why wandb failed, in a few words."""
