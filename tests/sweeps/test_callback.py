@@ -455,11 +455,12 @@ def test_after_a_deleted_trial_the_service_is_waited_for(sweep: Sweep, monkeypat
     monkeypatch.setattr(Service, "end", end)
     monkeypatch.setattr(Service, "failure", lambda self, error: Failure.DELETED)
     sweep.start(0, 1)
-    sweep.complete(0)
-    sweep.complete(1)
     started = time.monotonic()
+    sweep.complete(0)
+    sweep.log.flush()
+    assert time.monotonic() - started < callback._PATIENCE_S / 2 and sweep.log._patience_s == callback._PATIENCE_S
+    sweep.complete(1)
     sweep.end()
-    assert time.monotonic() - started < callback._PATIENCE_S / 2
     assert str(sweep.trials[0]) not in sweep.service.ends and str(sweep.trials[1]) in sweep.service.ends
 
 
