@@ -20,9 +20,9 @@ from rlx.config.run import RunConfig
 from rlx.runs import run_folder
 from rlx.runs.preflight import tracking_uri
 from rlx.storage import signatures
-from rlx.storage.addresses import storage_above
+from rlx.storage.addresses import local_folder, storage_above
 from rlx.storage.checkpoint_catalog import CheckpointEntry
-from rlx.tracking.services import mlflow, mlflow_errors
+from rlx.tracking.services import artifact_places, mlflow, mlflow_errors
 from rlx.tracking.services.mlflow import MLflowService
 
 SHOWN = (*listing.LISTED_METRICS, "eval/ema/accuracy")
@@ -118,12 +118,15 @@ def tracking_storage(args: argparse.Namespace, address: str, checkpoint: Checkpo
     """Returns the address of the storage that has the MLflow database with the checkpoint's run.
 
     It is the one that the checkpoint lies in. One that lies elsewhere was copied out of the storage that it was
-    written in, which is believed if this user has written it, or trusts it; else it is --storage.
+    written in, which is believed if this user has written it, or trusts it, and the database is there; else it is
+    --storage.
     """
     manifest = checkpoint.manifest
     assert manifest
-    own = args.trust or signatures.is_own(manifest.config, manifest.signature)
-    return storage_above(address) or (str(manifest.config["storage"]) if own else args.storage)
+    recorded = str(manifest.config["storage"])
+    is_own = args.trust or signatures.is_own(manifest.config, manifest.signature)
+    is_there = is_own and (local_folder(recorded) / artifact_places.DATABASE).is_file()
+    return storage_above(address) or (recorded if is_there else args.storage)
 
 
 def default_folder(args: argparse.Namespace, name: str) -> str:

@@ -118,10 +118,12 @@ def write_bytes(file: Storage, content: bytes) -> None:
 def rewrite_file(file: Path, content: bytes) -> None:
     """Writes a file that a person names, which stays what it is: a link leads where it led, a mode is kept.
 
-    A plain file is replaced at once. A pipe, a terminal or what this process has open (/dev/stdout) is written to.
+    A plain file is replaced at once, if its folder lets it. A pipe, a terminal or what this process has open
+    (/dev/stdout) is written to.
     """
     is_open = any(folder in file.absolute().parents for folder in (Path("/dev"), Path("/proc")))
-    if file.exists() and (is_open or not file.is_file()):
+    can_replace = os.access(os.path.dirname(os.path.realpath(file)), os.W_OK)
+    if file.exists() and (is_open or not file.is_file() or not can_replace):
         file.write_bytes(content)
     else:
         replace_file(Path(os.path.realpath(file)), content, file.stat().st_mode if file.exists() else None)

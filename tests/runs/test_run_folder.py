@@ -401,6 +401,8 @@ def test_a_copied_checkpoint_is_registered_where_its_run_is(tmp_path: Path, monk
     monkeypatch.setattr("rlx.runs.export.export", lambda *_: 0.0)  # which models, and MLflow, take long to show
     monkeypatch.setattr(export, "registered", lambda uri, *_: used.append(uri) or "1")
     written = {"name": "a", "storage": f"{tmp_path}/written"}
+    (tmp_path / "written").mkdir()
+    (tmp_path / "written" / "mlflow.db").touch()
     for place, signature in (("copy", Signer.new().sign(settings(**written))), ("other", "x:y"), ("moved/runs/a", "")):
         entry = put(tmp_path / place, 5, signature=signature, **written)
         assert entry.manifest
@@ -410,6 +412,8 @@ def test_a_copied_checkpoint_is_registered_where_its_run_is(tmp_path: Path, monk
             assert export.main([entry.folder.path, *words, *trust]) == 0
     places = [uri.removeprefix(f"sqlite:///{tmp_path}/").removesuffix("/mlflow.db") for uri in used]
     assert places == ["written", "written", "mine", "written", "moved", "moved"]
+    (tmp_path / "written" / "mlflow.db").unlink()  # the storage was moved
+    assert export.main([f"{tmp_path}/copy/step_000005", *words]) == 0 and used[-1].endswith("/mine/mlflow.db")
 
 
 @pytest.mark.parametrize(

@@ -159,8 +159,10 @@ class MLflowService:
 
     def cause(self, error: Exception) -> str:
         """Why the MLflow client failed, in a few words and without a password; how to restore what is deleted."""
-        gone = deleted(error)
-        return mlflow_page.way_back_of(self.address, client(self.uri), *gone) if gone else cause(error)
+        if gone := deleted(error):
+            return mlflow_page.way_back_of(self.address, client(self.uri), *gone)
+        is_purged = getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST"
+        return cause(error) + "; without the run's outbox a resume begins a new one" * is_purged
 
 
 class MLflowRun:

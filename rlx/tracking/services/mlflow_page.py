@@ -125,7 +125,7 @@ def tell_changes(client: Any, run: Any, params: Mapping[str, str], tags: Mapping
         return
     client.set_tag(run.info.run_id, CHANGED, ", ".join(changed)[:_LONGEST_TAG])
     text, present = _description(params, tags), run.data.tags.get(_DESCRIPTION, "")
-    own = present.startswith(_BEGIN) and present.endswith((_place(tags), _END))
+    own = present.startswith(_BEGIN) and present.endswith((_place(tags), _place({**tags, **run.data.tags}), _END))
     if text and (own or not present):
         set_description(client, run.info.run_id, text)
 
@@ -137,7 +137,7 @@ def _changed(logged: Mapping[str, str], params: Mapping[str, str]) -> list[str]:
     """
     settings = flatten(RunConfig())
     defaults = {key: str(value) for key, value in params_of(settings).items()}
-    before = defaults | dict(logged)
+    before = defaults | {"train.shuffle_minibatches": "False"} | dict(logged)  # as runs older than it go on
     changed = [f"{key} {value}" for key, value in params.items() if before.get(key) != value[:LONGEST_PARAM]]
     return changed + [f"{key} unset" for key in logged if params and key in settings and key not in params]
 
