@@ -65,22 +65,27 @@ def is_beside(uri: str, run: Any) -> bool:
     parts = urllib.parse.urlsplit(str(run.info.artifact_uri))
     path = posixpath.normpath(urllib.parse.unquote(parts.path))
     folder = urllib.parse.unquote(urllib.parse.urlsplit(own).path)
-    return parts.scheme in ("", "file") and not parts.netloc and path.startswith(f"{folder}/")
+    return _is_on_disk(parts) and path.startswith(f"{folder}/")
 
 
 def why_not_kept(client: Any, run_id: str) -> str:
-    """A message that MLflow gets no files of a run, of which `is_known` is false, why, and what to do."""
+    """A message that MLflow gets no files of a run, of which `is_beside` is false, why, and what to do."""
     experiment = client.get_experiment(client.get_run(run_id).info.experiment_id)
     address = str(experiment.artifact_location)
     parts = urllib.parse.urlsplit(address)
-    is_folder = parts.scheme in ("", "file") and not parts.netloc
-    place = urllib.parse.unquote(parts.path) if is_folder else without_password(address)
-    cause = ", as after the storage was moved or copied" if is_folder else ""
+    place, cause = without_password(address), ""
+    if _is_on_disk(parts):
+        place, cause = urllib.parse.unquote(parts.path), ", as after the storage was moved or copied"
     return (
         f"MLflow gets no tables of samples, texts and pages of this run: experiment {experiment.name!r} keeps them in "
         f"{printable(place)[:300]}, not beside its database{cause}; --tracking.experiment NAME makes another "
         "experiment here for new runs"
     )
+
+
+def _is_on_disk(parts: urllib.parse.SplitResult) -> bool:
+    """Whether an address of artifacts is a folder of this machine."""
+    return parts.scheme in ("", "file") and not parts.netloc
 
 
 def required(client: Any, uri: str, run_id: str) -> Any:

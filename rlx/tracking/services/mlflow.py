@@ -161,8 +161,9 @@ class MLflowService:
         """Why the MLflow client failed, in a few words and without a password; how to restore what is deleted."""
         if gone := deleted(error):
             return mlflow_page.way_back_of(self.address, client(self.uri), *gone)
-        is_purged = getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST"
-        return cause(error) + "; without the run's outbox a resume begins a new one" * is_purged
+        if getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST":  # purged, or in another store
+            return f"{cause(error)}; without the run's outbox a resume begins a new one"
+        return cause(error)
 
 
 class MLflowRun:
