@@ -167,7 +167,7 @@ def rank(job: dict[str, Any]) -> None:
         if loop:
             result["bare"].append(ray.get(loop.round.remote()))
         started = now(run.device)
-        (made,) = collector.build_batches(judged)
+        made = collector.build_batch([each.completion for each in judged]).with_scores(judged)
         batch, _ = compute_advantages(run, compute_logprobs(run, made))
         memory.forget()
         between = now(run.device)

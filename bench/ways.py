@@ -158,7 +158,7 @@ def made_up(config: RunConfig, mesh: Mesh, tails: bool) -> RolloutBatch:
             ids = tuple(torch.randint(6, 90, (length,), generator=draw).tolist())
             completion = Completion(prompt, sample, ids, (-1.0,) * length, True, 0)
             scored.append(ScoredCompletion(completion, float(torch.rand((), generator=draw)), True, {}))
-    return experience.build_batch(scored, 0)
+    return experience.build_batch([each.completion for each in scored], 0).with_scores(scored)
 
 
 def needed(trainer: Trainer, made: RolloutBatch, shared: bool) -> float:

@@ -1,4 +1,5 @@
-"""Which completions an optimizer step has, and which replica trains on each, from their groups and lengths.
+"""Which completions an optimizer step has, and which replica trains on each, from their groups and lengths; and what
+seeds draw for their tokens.
 
 Left out: the exchange between ranks (rlx.training.experience).
 """
@@ -95,3 +96,15 @@ def _busiest(prompts: Tensor, responses: Tensor, groups: Tensor, chosen: Tensor,
     once = torch.zeros_like(shared).scatter_(0, index, prompts.flatten())  # of one completion, they are all alike
     tokens.index_add_(0, shared // (groups.max() + 1), once)
     return int(tokens.view(-1, replicas).amax(1).sum())
+
+
+def token_draws(groups: Tensor, samples: Tensor, width: int, seeds: Sequence[int]) -> Tensor:
+    """A random number in [0, 1) for each token, `[B, width]`; it depends on seeds, group, sample and position alone.
+
+    Args:
+        groups: `[B]` of each completion.
+        samples: `[B]` the completion's number in its group.
+    """
+    completions = zip(groups.tolist(), samples.tolist(), strict=True)
+    rows = [np.random.default_rng((*seeds, *each)).random(width, dtype=np.float32) for each in completions]
+    return torch.from_numpy(np.stack(rows)).to(groups.device)

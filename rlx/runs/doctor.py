@@ -98,11 +98,9 @@ def generate(trainer: Trainer, collector: RolloutCollector) -> RolloutBatch:
     """This rank's completions of the next prompts."""
     selection = new_selection(trainer)
     # No generation runs ahead of this call: the weights change between two calls.
-    for completions in collector.next_round(selection, trainer.step + 1):
-        selection.add(collector.score_training(completions))
+    chunks = list(collector.next_round(selection, trainer.step + 1))
     collector.sleep_engines()
-    (batch,) = collector.build_batches(selection.take(last=True))
-    return batch
+    return collector.build_batch(selection.choosable([each for chunk in chunks for each in chunk]))
 
 
 def engine_gap(trainer: Trainer, collector: RolloutCollector, batch: LogprobBatch) -> float:

@@ -36,7 +36,7 @@ from rlx.storage.checkpoint_catalog import CheckpointEntry
 from rlx.storage.filesystem import retry
 from rlx.training import experience
 from rlx.training.setup.models import adapters_of
-from rlx.types import Completion, Prompt, ScoredCompletion
+from rlx.types import Completion, Prompt
 
 _LOG = logging.getLogger("rlx")
 PROMPTS, TOKENS = 8, 8  # of the comparison: held-out prompts, and tokens after each
@@ -251,7 +251,7 @@ def _greedy_tokens(policy: Policy, ids: list[int], count: int) -> tuple[int, ...
 @torch.no_grad()
 def _trainer_logprobs(policy: Policy, completions: Sequence[Completion]) -> Tensor:
     """Returns `[B, T]` log-probabilities as the trainer computes them, at temperature 1."""
-    batch = experience.build_batch([ScoredCompletion(each, 0.0, False, {}) for each in completions], 0)
+    batch = experience.build_batch(completions, 0)
     logprobs: Tensor = policy(batch.response_tokens(), 1.0).logprobs
     return logprobs
 

@@ -15,7 +15,7 @@ import torch
 from rlx.algorithms import advantages
 from rlx.config.sections.algorithm import AlgorithmConfig
 from rlx.mesh import Mesh, exchange_objects, in_turns
-from rlx.rewards.completions import CompletionScorer
+from rlx.rewards.completions import CompletionScorer, PendingScores
 from rlx.rollout.base import Engines
 from rlx.samples.columns import Kind, StepCompletions, TrainedTokens
 from rlx.samples.evaluations import HELD_OUT, EvaluationFile, Outcomes, OutcomeWriter
@@ -47,7 +47,6 @@ class Selection:
         *,
         filtered: bool,
         greedy: bool,
-        immediate: bool = False,
         by_correct: bool = False,
     ) -> None:
         """Starts empty.
@@ -59,11 +58,10 @@ class Selection:
             filtered: leave out groups whose scores, or right answers, are all equal.
             greedy: each group has one more completion at its end, the greedy one. The others get its score, or
                 their own if its environment failed, so that nothing is learnt from them.
-            immediate: `take` gives groups as they come, instead of all at the end.
             by_correct: right answers count, not scores.
         """
         self.wanted, self.samples = wanted, samples
-        self.filtered, self.greedy, self.immediate, self.by_correct = filtered, greedy, immediate, by_correct
+        self.filtered, self.greedy, self.by_correct = filtered, greedy, by_correct
         self.mesh, self.replica, self.replicas = mesh, mesh.dp_rank, mesh.dp_size
         self.candidates: list[ScoredCompletion] = []  # all that this replica generated to choose from
         self.taken: list[ScoredCompletion] = []  # those that it trains on, in their order; others may have made them
@@ -72,14 +70,19 @@ class Selection:
         self.varied = 0  # groups whose scores differ
         self.rounds = 0  # rounds of generation so far
         self.seconds = 0.0  # that engines took for them
+        self.scoring_seconds = 0.0  # that their scores took
         self._groups: list[list[ScoredCompletion]] = []  # of the candidates
         self._alike: list[bool] = []  # whether each group is left out while there are others
-        self._taken = 0  # groups that `take` has given
 
     @property
     def counted(self) -> list[ScoredCompletion]:
         """The candidates that say something of the policy: those whose environment has not failed."""
         return [each for each in self.candidates if not each.completion.has_failed]
+
+    def choosable(self, completions: Sequence[Completion]) -> list[Completion]:
+        """Those of a round, or of a part of one, that may be trained on: all but greedy ones."""
+        size = self.samples + self.greedy
+        return [each for place, each in enumerate(completions) if place % size < self.samples]
 
     def add(self, scored: Sequence[ScoredCompletion]) -> None:
         """Adds the groups of a round of generation, or of a part of one."""
@@ -107,19 +110,15 @@ class Selection:
         """How many more groups all replicas together want; a collective call."""
         return max(0, self.wanted * self.replicas - self._alike_of_all().count(False))
 
-    def take(self, last: bool = False) -> list[ScoredCompletion]:
-        """The completions to train on that were not taken before; with `filtered` a collective call.
+    def take(self) -> list[ScoredCompletion]:
+        """The completions to train on, once all are added; with `filtered` a collective call.
 
-        Which groups are left out is known at the `last` call only, so earlier calls return none, unless `immediate`. If
-        too few groups remain, the last call adds groups that were left out.
+        Without `filtered` they are all that `choosable` gave. If too few groups remain, some that were left out are
+        added.
         """
-        if not (self.immediate or last):
-            return []
-        groups = self._share_out() if self.filtered else self._groups[self._taken : self.wanted]
-        self._taken += len(groups)
-        taken = [each for group in groups for each in group]
-        self.taken += taken
-        return taken
+        groups = self._share_out() if self.filtered else self._groups
+        self.taken = [each for group in groups for each in group]
+        return self.taken
 
     def _share_out(self) -> list[list[ScoredCompletion]]:
         """The chosen groups that this replica gets, wherever they were generated; a collective call."""
@@ -150,7 +149,6 @@ def new_selection(trainer: Trainer) -> Selection:
         mesh=mesh,
         filtered=config.algorithm.filter_groups,
         greedy=config.algorithm.estimator.needs_greedy,
-        immediate=config.rollout.num_chunks > 1,
         by_correct=config.algorithm.filter_by == "correct",
     )
 
@@ -178,10 +176,11 @@ class RolloutCollector:
         midway = self.trainer.config.rollout.partial_rollouts and not starting
         self.engines.push(version, starting=starting, midway=midway)
 
-    def score_training(self, completions: Sequence[Completion]) -> list[ScoredCompletion]:
-        """Scores with the length penalties of the step subtracted."""
-        config = self.trainer.config
-        return apply_length_penalty(self.score(completions), config.algorithm, config.rollout.max_tokens)
+    def finish_scoring(self, pending: PendingScores, selection: Selection) -> None:
+        """Adds completions to a selection when they are scored, with the length penalties of the step subtracted."""
+        config, (scored, seconds) = self.trainer.config, pending.result()
+        selection.add(apply_length_penalty(scored, config.algorithm, config.rollout.max_tokens))
+        selection.scoring_seconds += seconds
 
     def observe(self, selection: Selection) -> dict[str, float]:
         """Tells a curriculum how a step's prompts were answered, and returns its metrics; a collective call."""
@@ -262,10 +261,10 @@ class RolloutCollector:
         if self.outcomes is not None:
             write_shares(self.outcomes.run, step, shares)
 
-    def build_batches(self, scored: Sequence[ScoredCompletion]) -> list[RolloutBatch]:
-        """The completions as tensors on the rank's device: one batch, or none for no completions."""
+    def build_batch(self, completions: Sequence[Completion]) -> RolloutBatch:
+        """The completions as tensors on the rank's device, without scores."""
         pad_id, mask_truncated = self.score.tokenizer.pad_token_id or 0, self.trainer.config.algorithm.mask_truncated
-        return [build_batch(scored, pad_id, mask_truncated).to(self.trainer.device)] if scored else []
+        return build_batch(completions, pad_id, mask_truncated).to(self.trainer.device)
 
 
 def right_share(group: Sequence[ScoredCompletion]) -> float:

@@ -1,4 +1,4 @@
-"""Scored completions as tensors, in three stages, and how they become mini-batches and micro-batches.
+"""Completions as tensors, in three stages, and how they become mini-batches and micro-batches.
 
 Mini-batch m of a step's first pass holds the same completions on any number of ranks, because each replica holds every
 n-th prompt of the step, in order; those of later passes follow from seeds and prompts. This module reads no settings.
@@ -31,7 +31,7 @@ AnyBatch = TypeVar("AnyBatch", bound="RolloutBatch")
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """One rank's scored completions as tensors: B completions, prompt and response left-aligned in `ids`.
+    """One rank's completions as tensors: B completions, prompt and response left-aligned in `ids`.
 
     `[B, T]` tensors are over response tokens: column t is the t-th token after the prompt. They are zero where `mask`
     is zero.
@@ -44,7 +44,7 @@ class RolloutBatch:
     row: Tensor  # [B] int64, the completion's index on this rank
     groups: Tensor  # [B] int64, equal for completions of the same prompt
     samples: Tensor  # [B] int64, the completion's number among those of its prompt
-    scores: Tensor  # [B] reward of the whole completion
+    scores: Tensor  # [B] reward of the whole completion; 0 before `with_scores`
     greedy_scores: Tensor  # [B] reward of the prompt's greedy completion, 0 where the estimator needs none
     trained: Tensor  # [B] float, 1 if the losses have the completion
     counted: Tensor  # [B] float, 1 if others are compared with it, also where the losses leave it out
@@ -107,6 +107,12 @@ class RolloutBatch:
         inputs = None if self.inputs is None else self.inputs.to(device)
         return replace(self, **{name: column.to(device) for name, column in self.columns.items()}, inputs=inputs)
 
+    def with_scores(self, scored: Sequence[ScoredCompletion]) -> Self:
+        """The same completions with their scores, which are in the same order."""
+        rows = [(each.score, each.greedy_score) for each in scored]
+        scores, greedy_scores = torch.tensor(rows, dtype=torch.float32).T.contiguous().to(self.ids.device)
+        return replace(self, scores=scores, greedy_scores=greedy_scores)
+
     def with_logprobs(self, columns: Mapping[str, Any]) -> LogprobBatch:
         """The completions with `logprobs`, `ref_logprobs`, `values` and `entropy`, `[B, T]` each.
 
@@ -150,13 +156,12 @@ class Experience(LogprobBatch):
 # --- building and joining
 
 
-def build_batch(scored: Sequence[ScoredCompletion], pad_id: int, mask_truncated: bool = False) -> RolloutBatch:
-    """One rank's completions as `[B, L]` token ids and `[B, T]` response tensors, on the CPU.
+def build_batch(completions: Sequence[Completion], pad_id: int, mask_truncated: bool = False) -> RolloutBatch:
+    """One rank's completions as `[B, L]` token ids and `[B, T]` response tensors, on the CPU, without scores.
 
     Args:
         mask_truncated: the losses leave out completions that were cut.
     """
-    completions = [each.completion for each in scored]
     turns: dict[str, Any] = _turn_columns(completions) if completions[0].episode else {}
     return RolloutBatch(
         ids=_padded([c.prompt.token_ids + c.token_ids for c in completions], pad_id),
@@ -166,8 +171,8 @@ def build_batch(scored: Sequence[ScoredCompletion], pad_id: int, mask_truncated:
         row=torch.arange(len(completions)),
         groups=torch.tensor([c.prompt.id for c in completions]),
         samples=torch.tensor([c.sample for c in completions]),
-        scores=torch.tensor([each.score for each in scored], dtype=torch.float32),
-        greedy_scores=torch.tensor([each.greedy_score for each in scored], dtype=torch.float32),
+        scores=torch.zeros(len(completions)),
+        greedy_scores=torch.zeros(len(completions)),
         trained=torch.tensor([float(not c.has_failed and (c.finished or not mask_truncated)) for c in completions]),
         counted=torch.tensor([float(not c.has_failed) for c in completions]),
         **turns,
@@ -308,14 +313,6 @@ class _Rows:
                 break
             stop += 1
         return stop - start
-
-
-def token_draws(batch: RolloutBatch, seeds: Sequence[int]) -> Tensor:
-    """A random number in [0, 1) for each token, `[B, T]`; it depends on seeds, prompt, sample and position alone."""
-    completions = zip(batch.groups.tolist(), batch.samples.tolist(), strict=True)
-    width = batch.mask.shape[1]
-    rows = [np.random.default_rng((*seeds, *each)).random(width, dtype=np.float32) for each in completions]
-    return torch.from_numpy(np.stack(rows)).to(batch.mask.device)
 
 
 # --- over replicas

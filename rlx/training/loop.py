@@ -28,7 +28,7 @@ from rlx.training.reporting import Reporter, failed_episodes
 from rlx.training.stats import Sums
 from rlx.training.trainer import Trainer, is_policy_alone
 from rlx.training.update import gradient_shares, update
-from rlx.types import Phase, has_evaluation
+from rlx.types import Completion, Phase, has_evaluation
 
 
 def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpointer, reporter: Reporter) -> None:
@@ -47,7 +47,8 @@ def train(trainer: Trainer, collector: RolloutCollector, checkpointer: Checkpoin
 def train_step(trainer: Trainer, collector: RolloutCollector) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """One step of PPO, from prompts to new weights in the engines; a collective call.
 
-    A chunk of completions that is certain to be trained on gets its log-probabilities while later ones are generated.
+    Completions that are certain to be trained on get their log-probabilities while they are scored, and while the
+    chunks after them are generated.
 
     Returns:
         The step's metrics and the rows of its sample table, as `evaluate` gives them.
@@ -58,15 +59,18 @@ def train_step(trainer: Trainer, collector: RolloutCollector) -> tuple[dict[str,
     while needs_more(trainer, selection):  # once, unless groups of equal scores are left out
         chunks = collector.next_round(selection, trainer.config.train.steps)  # 1 prompts
         for completions in timer.waiting("rollout", chunks):  # 2 tokens, logprobs
+            scores = collector.score.begin(completions)  # 3 scores, by a thread
+            if not selection.filtered:
+                with timer("logprobs"):  # 4 padded [B, T], masks; 5 old and reference logprobs, values
+                    parts.append(logprobs_of(trainer, collector, selection.choosable(completions)))
             with timer("reward"):
-                selection.add(collector.score_training(completions))  # 3 scores
-            with timer("logprobs"):  # 4 padded [B, T], masks; 5 old and reference logprobs, values
-                parts += [compute_logprobs(trainer, batch) for batch in collector.build_batches(selection.take())]
+                collector.finish_scoring(scores, selection)
+    chosen = selection.take()
     with timer("logprobs"):
-        collector.sleep_engines()
-        rest = collector.build_batches(selection.take(last=True))
-        parts += [compute_logprobs(trainer, batch) for batch in rest]  # 4 and 5 of what is left
-        experience, kl_sums = compute_advantages(trainer, concat(parts))  # 6 advantages and returns
+        if not parts:  # 4 and 5 of those that the scores have chosen
+            parts.append(logprobs_of(trainer, collector, [each.completion for each in chosen]))
+        batch = concat(parts).with_scores(chosen)
+        experience, kl_sums = compute_advantages(trainer, batch)  # 6 advantages and returns
     record_gradient_shares(trainer, collector, experience)
     with timer("update"):
         experience, stats = update(trainer, experience)  # 7 losses, backward, clip, optimizer step
@@ -86,6 +90,12 @@ def tell(trainer: Trainer, reporter: Reporter, lines: Sequence[str]) -> None:
     """Tells the person who watches what all ranks know."""
     for line in lines if trainer.mesh.rank == 0 else ():
         reporter.notify(line)
+
+
+def logprobs_of(trainer: Trainer, collector: RolloutCollector, completions: Sequence[Completion]) -> LogprobBatch:
+    """Completions with what the models say of them, once engines have left the GPU that they share with the trainer."""
+    collector.sleep_engines()
+    return compute_logprobs(trainer, collector.build_batch(completions))
 
 
 def needs_more(trainer: Trainer, selection: Selection) -> bool:

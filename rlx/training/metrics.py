@@ -193,6 +193,7 @@ def _of_scores(trainer: Trainer, selection: Selection) -> Updates:
         "groups/varied_fraction": (Ratio, selection.varied, groups),
         "generated": (Total, selection.tokens),
         "time/generation": (Maximum, selection.seconds),
+        "time/scoring": (Maximum, selection.scoring_seconds),
     }
     for name in trainer.config.reward.reported:
         own = [each.scores_by_function[name] for each in counted if name in each.scores_by_function]

@@ -25,7 +25,7 @@ from rlx.storage.checkpoint_files import ModelAndOptimizer
 from rlx.training import experience
 from rlx.training.experience import AnyBatch, RolloutBatch, build_batch
 from rlx.training.optimizers.groups import base_lrs
-from rlx.types import Completion, Replay, ScoredCompletion
+from rlx.types import Completion, Replay
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ class SupervisedRows:
         for prompt in self.stream.next(self.batch_size):
             ids = self.tokenizer(prompt.answer, add_special_tokens=False).input_ids
             ids = (*ids, *self.end)[: self.max_tokens]
-            completion = Completion(prompt, 0, ids, (0.0,) * len(ids), finished=True, version=0)
-            rows.append(ScoredCompletion(completion, 0.0, True, {}))
+            rows.append(Completion(prompt, 0, ids, (0.0,) * len(ids), finished=True, version=0))
         return build_batch(rows, self.tokenizer.pad_token_id or 0).to(device)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlx.algorithms import adaptive, losses, masking
+from rlx.algorithms.dealing import token_draws
 from rlx.algorithms.importance_sampling import importance_weights
 from rlx.algorithms.losses import PolicyLossSettings
 from rlx.config.sections.algorithm import AlgorithmConfig
@@ -28,7 +29,6 @@ from rlx.training.experience import (
     deal_minibatches,
     minibatches,
     return_to_owners,
-    token_draws,
 )
 from rlx.training.optimizers.choice import set_lr
 from rlx.training.stats import LossStats, Sums, UpdateStats, add_sums, check_finite
@@ -127,7 +127,8 @@ def without_high_covariance(trainer: Trainer, part: Experience, seeds: Sequence[
     total = trainer.mesh.all_reduce_sum(own)
     covariance = losses.covariances(part.logprobs, part.advantages, mask, total)
     inside = (mask > 0) & (covariance >= settings.clip_cov_low) & (covariance <= settings.clip_cov_high)
-    draws, count = token_draws(part, seeds), max(1, int(settings.clip_cov_ratio * float(total[0, 0])))
+    draws = token_draws(part.groups, part.samples, mask.shape[1], seeds)
+    count = max(1, int(settings.clip_cov_ratio * float(total[0, 0])))
     limit = aggregation.largest(trainer.mesh, draws[inside], count)
     return replace(part, chosen=part.chosen * ~(inside & (draws >= limit)))
 

@@ -41,7 +41,7 @@ from rlx.rollout.weight_sync import sync
 from rlx.rollout.weight_sync.sync import WeightSync
 from rlx.training import experience
 from rlx.training.setup.models import build_models
-from rlx.types import Completion, Prompt, Sampling, ScoredCompletion
+from rlx.types import Completion, Prompt, Sampling
 
 pytestmark = pytest.mark.gpu
 CLOSE, FAR = 0.02, 0.05  # mean |difference of log-probabilities|, bfloat16
@@ -173,8 +173,7 @@ class Trainer:
     @torch.no_grad()
     def gaps(self, completions: list[Completion]) -> Tensor:
         """Of each token, `[B, T]`: all completions are as long as may be."""
-        drawn = [ScoredCompletion(completion, 0.0, False, {}) for completion in completions]
-        batch = experience.build_batch(drawn, 0).to(self.device)
+        batch = experience.build_batch(completions, 0).to(self.device)
         assert batch.mask.all()
         scored = self.policy(batch.response_tokens(), 1.0)
         fsdp.reshard(self.policy)

@@ -35,7 +35,7 @@ from rlx.rollout.weight_sync.object_store import ObjectStoreSender
 from rlx.rollout.weight_sync.sender import OutgoingUpdate, SendingRank, UpdatePlan, UpdateRequest
 from rlx.rollout.weight_sync.sync import WeightSync
 from rlx.training import experience
-from rlx.types import Completion, Prompt, Sampling, ScoredCompletion, ShardedWeight, WeightSyncError
+from rlx.types import Completion, Prompt, Sampling, ShardedWeight, WeightSyncError
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, stop_token_ids=(1,))
 CLOSE, FAR = 1e-4, 1e-2
@@ -142,7 +142,7 @@ class Side:
     @torch.no_grad()
     def gaps(self, completions: Sequence[Completion], temperature: float = 1.0) -> Tensor:
         """The difference at each token, `[B, T]`; 0 outside responses."""
-        batch = experience.build_batch([ScoredCompletion(completion, 0.0, False, {}) for completion in completions], 0)
+        batch = experience.build_batch(completions, 0)
         scored = self.policy(batch.response_tokens(), temperature)
         return ((scored.logprobs - batch.rollout_logprobs) * batch.mask).abs()
 
@@ -279,7 +279,7 @@ def test_an_engine_draws_from_the_distribution_that_the_options_describe(
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     sampling = replace(SAMPLING, **options)
     completions = tied.generate(sampling, samples=4)
-    batch = experience.build_batch([ScoredCompletion(each, 0.0, False, {}) for each in completions], 0)
+    batch = experience.build_batch(completions, 0)
     tokens = batch.response_tokens()
     plain = tied.policy(tokens, sampling.temperature).logprobs
     assert ((plain - batch.rollout_logprobs) * batch.mask).abs().max() > FAR

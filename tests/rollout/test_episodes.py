@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from batches import scored_batch
 from episode_cases import CHATML, FORGETTING, HERE, byte_tokenizer, pool_of, saying
 
 from rlx.algorithms.advantages import token_rewards
@@ -88,7 +89,7 @@ def test_log_probabilities_are_those_of_the_policys_tokens() -> None:
     assert {logprob for logprob, own in zip(first.logprobs, first.drawn, strict=True) if not own} == {0.0}
     silent, _, _ = played({1: "a", 2: "stop"}, sampling=SAMPLING.greedy)
     assert silent[0].logprobs == ()
-    batch = build_batch([ScoredCompletion(silent[0], 1.0, True, {})], 0)
+    batch = build_batch([silent[0]], 0)
     assert batch.rollout_logprobs.isnan()[0].tolist() == silent[0].drawn
 
 
@@ -144,7 +145,7 @@ def test_rewards_of_turns_are_where_turns_end() -> None:
     episode = done[0].episode
     assert episode
     scored = [ScoredCompletion(each, 2.0, False, {}) for each in done]  # 1.5 of the environment, 0.5 of a function
-    batch = build_batch(scored, 0)
+    batch = scored_batch(scored, 0)
     rewards = token_rewards(batch.scores, torch.zeros_like(batch.mask), batch.mask, 0.0, batch.turn_rewards)[0]
     ends = [turn.stop - 1 for turn in episode.turns]
     assert rewards[ends].tolist() == [0.5, 1.0 + 0.5]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from batches import scored_batch
 from shared import OnRanks
 from test_experience import PAD, completion, judged
 from torch import Tensor
@@ -25,7 +26,7 @@ def drawn(replica: int) -> Experience:
         prompt, response = torch.randint(1, 9 * (replica + 1), (2,), generator=generator).tolist()
         own = 1 + replica * ROWS + number
         rows.append(judged(completion([own] * prompt, [own] * response, own), score=own / 2, greedy_score=-own))
-    batch = experience.build_batch(rows, PAD)
+    batch = scored_batch(rows, PAD)
     zero = torch.zeros_like(batch.mask)
     logprobs, values, advantages = (batch.mask * (batch.groups[:, None] + i / 4) for i in range(3))
     columns = {"logprobs": logprobs, "ref_logprobs": zero, "values": values, "entropy": zero}

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_groups_are_alike_or_not_without_episodes_whose_environment_failed(by_co
     for each in groups:
         selection.add(each)
     assert (selection.varied, selection.count_missing()) == (1, 3)  # of four wanted, the second is varied
-    assert selection.take(last=True) == [*groups[1], *groups[0], *groups[2], *groups[3]]
+    assert selection.take() == [*groups[1], *groups[0], *groups[2], *groups[3]]
 
 
 @pytest.mark.parametrize(("failure", "expected"), [("", [0.25, 0.25]), ("it has died", [1.0, 0.5])])
@@ -102,7 +103,7 @@ def test_a_greedy_episode_whose_environment_failed_is_no_baseline(
     rows.append(ScoredCompletion(replace(COMPLETIONS[0], episode=episode), 0.25, False, {}))
     selection = Selection(1, 2, alone, filtered=False, greedy=True)
     selection.add(rows)
-    assert [each.greedy_score for each in selection.take(last=True)] == expected
+    assert [each.greedy_score for each in selection.take()] == expected
 
 
 def test_only_one_rank_of_a_replica_scores() -> None:
@@ -211,21 +212,48 @@ def test_requests_go_on_with_new_weights_only_when_rollouts_may_be_partial() -> 
 def test_a_selection_takes_a_replicas_share_of_the_prompts() -> None:
     selection = new_selection(collector(Engines()).trainer)
     assert (selection.wanted, selection.samples, selection.filtered, selection.greedy) == (4, 2, False, False)
-    assert not selection.immediate and new_selection(collector(Engines(), num_chunks=2).trainer).immediate
 
 
-def test_scores_have_the_penalties_of_the_step() -> None:
-    own = collector(Engines())
-    assert [each.score for each in own.score_training(COMPLETIONS)] == [2.5, 1.0, 1.5]
+def test_scores_have_the_penalties_of_the_step(alone: Mesh) -> None:
+    own, selection = collector(Engines()), Selection(3, 1, alone, filtered=False, greedy=False)
+    own.finish_scoring(own.score.begin(COMPLETIONS), selection)
     own.trainer.config = from_tree({"algorithm": {"missing_eos_penalty": 0.25}, "rollout": {"max_tokens": 8}})
-    assert [each.score for each in own.score_training(COMPLETIONS)] == [2.5, 1.0, 1.25]
+    own.finish_scoring(own.score.begin(COMPLETIONS), selection)
+    assert [each.score for each in selection.candidates] == [2.5, 1.0, 1.5, 2.5, 1.0, 1.25]
+    assert selection.scoring_seconds > 0
 
 
-def test_completions_become_at_most_one_batch() -> None:
+def test_completions_become_a_batch_before_they_have_scores() -> None:
     own = collector(Engines())
-    (batch,) = own.build_batches(own.score(COMPLETIONS))
+    batch = own.build_batch(COMPLETIONS)
     assert batch.ids.tolist() == [[7, 1, 0, 0], [7, 2, 2, 0], [7, 3, 3, 3]]
-    assert own.build_batches([]) == []
+    assert batch.scores.tolist() == [0, 0, 0]
+    assert batch.with_scores(own.score(COMPLETIONS)).scores.tolist() == [2.5, 1.0, 1.5]
+
+
+def test_completions_are_scored_while_the_trainer_goes_on() -> None:
+    """The scores wait for the trainer here, which would wait for them for ever if it scored by itself."""
+    own, went_on = scorer(), Event()
+
+    def waiting(responses: Sequence[Response]) -> list[float]:
+        return [float(went_on.wait(60))] * len(responses)
+
+    source = SourceRewards(own.sources[0].reward, {"exact_match": waiting, "length": num_tokens})
+    pending = CompletionScorer([source], Tokenizer(), ALONE).begin(COMPLETIONS)
+    assert not pending.judged.done()
+    went_on.set()
+    scored, seconds = pending.result()
+    assert [each.scores_by_function["exact_match"] for each in scored] == [1.0] * 3 and seconds > 0
+
+
+def test_what_a_function_raises_is_raised_where_scores_are_waited_for() -> None:
+    def failing(responses: Sequence[Response]) -> list[float]:
+        raise LookupError("no scores")
+
+    source = SourceRewards(scorer().sources[0].reward, {"exact_match": failing, "length": num_tokens})
+    pending = CompletionScorer([source], Tokenizer(), ALONE).begin(COMPLETIONS)
+    with pytest.raises(LookupError, match="no scores"):
+        pending.result()
 
 
 def test_answers_of_averaged_weights_are_not_written() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from batches import scored_batch
 from shared import OnRanks
 from test_update import flat, trainer_of
 from torch import Tensor
@@ -96,14 +97,14 @@ def test_a_batch_of_episodes_by_hand() -> None:
     one = replace(episode(prompt, 0, [(2, 1), (1, 0)], 0), token_ids=(21, 22, 31, 23))
     two = replace(episode(prompt, 1, [(1, 3), (1, 0)], 0, breaks=True), token_ids=(24, 41, 42, 43, 25))
     failed = replace(two, episode=replace(two.episode, failure="died"))  # type: ignore[type-var]
-    batch = experience.build_batch([ScoredCompletion(each, 1.0, True, {}) for each in (one, two, failed)], PAD)
+    batch = scored_batch([ScoredCompletion(each, 1.0, True, {}) for each in (one, two, failed)], PAD)
     assert batch.mask.tolist() == [[1, 1, 0, 1, 0], [1, 0, 0, 0, 1], [1, 0, 0, 0, 1]]
     assert batch.turn_rewards is not None and batch.contexts is not None
     assert batch.turn_rewards[:2].tolist() == [[0, 0.25, 0, 0.5, 0], [0.25, 0, 0, 0, 0.5]]
     assert batch.contexts[:2].tolist() == [[0, 0, 0, 0, 0], [0, 1, 1, 1, 1]]
     assert batch.trained.tolist() == batch.counted.tolist() == [1, 1, 0]
     cut = [ScoredCompletion(replace(each, finished=False), 1.0, True, {}) for each in (one, failed)]
-    masked = experience.build_batch(cut, PAD, mask_truncated=True)
+    masked = scored_batch(cut, PAD, mask_truncated=True)
     assert (masked.trained.tolist(), masked.counted.tolist()) == ([0, 0], [1, 0])  # of both, one is compared
     assert batch.prompt_numbers.tolist() == [0, 0, 0]
     assert batch.response_lengths.tolist() == [4, 5, 5]
@@ -126,7 +127,7 @@ def test_the_group_of_an_episode_whose_environment_failed_is_compared_without_it
     one = episode(Prompt(3, (11, 12), "q", "a"), 0, [(2, 0)], 0)
     failed = replace(one, episode=replace(one.episode, failure="died"))  # type: ignore[type-var]
     scored = [ScoredCompletion(each, score, True, {}) for each, score in ((one, 1.0), (one, 3.0), (failed, 8.0))]
-    batch = experience.build_batch(scored, PAD)
+    batch = scored_batch(scored, PAD)
     names = ("logprobs", "ref_logprobs", "values", "entropy")
     trainer: Any = SimpleNamespace(
         config=from_tree({"algorithm": {"advantage": "dr_grpo"}}), kl=SimpleNamespace(coef=0)
@@ -154,7 +155,7 @@ def test_running_moments_leave_out_episodes_whose_environment_failed() -> None:
 @torch.no_grad()
 def test_a_new_context_is_scored_as_if_nothing_had_been_before(tiny_model: Path) -> None:
     judged = [ScoredCompletion(each, 1.0, True, {}) for each in episodes(breaks=True)]
-    batch = experience.build_batch(judged, PAD)
+    batch = scored_batch(judged, PAD)
     policy = load_policy(str(tiny_model), head=None)
     padded = policy(batch.response_tokens(), 1.0).logprobs
     packing.enable(loading.transformer(policy))
@@ -174,7 +175,7 @@ def test_a_new_context_is_scored_as_if_nothing_had_been_before(tiny_model: Path)
 
 
 def test_sequences_of_episodes_without_a_break_are_those_of_responses() -> None:
-    batch = experience.build_batch([ScoredCompletion(each, 1.0, True, {}) for each in episodes(False)], PAD)
+    batch = scored_batch([ScoredCompletion(each, 1.0, True, {}) for each in episodes(False)], PAD)
     assert batch.contexts is not None
     cut = Sequences.of(batch.ids, batch.prompt_lengths, batch.mask, batch.contexts, batch.prompt_numbers)
     plain, own = batch.response_tokens(), cut.response_tokens(batch.mask, packed=False)
@@ -187,7 +188,7 @@ def test_padded_contexts_of_episodes_stay_within_the_budget() -> None:
     long = [episode(prompt, sample, [(30, 2), (1, 0)], sample, breaks=True) for sample in range(4)]
     short = [episode(prompt, sample, [(1, 2), (9, 0)], sample, breaks=sample == 4) for sample in (4, 5)]
     scored = [ScoredCompletion(each, 1.0, True, {}) for each in (*long, *short)]
-    batch = experience.build_batch(scored, PAD)
+    batch = scored_batch(scored, PAD)
     assert batch.contexts is not None
     lengths = sequence_lengths(batch.prompt_lengths, batch.mask, batch.contexts)
     assert lengths.tolist() == [[32, 3]] * 4 + [[3, 11], [14, 0]]
@@ -225,7 +226,7 @@ def updated(path: str, way: dict[str, Any], micro_batch_tokens: int) -> dict[str
     run.base_lrs = {name: [lr] for name in run.base_lrs}
     own = [each for each in episodes(breaks=True) if each.prompt.id % replicas == run.mesh.dp_rank]
     judged = [ScoredCompletion(each, each.episode.score + each.prompt.id % 3, True, {}) for each in own if each.episode]
-    start = experience.build_batch(judged, PAD)
+    start = scored_batch(judged, PAD)
     wave = torch.sin(start.groups[:, None] + torch.arange(start.mask.shape[1]))
     said = loop.compute_logprobs(run, start, all_rows=True).logprobs
     batch = replace(start, rollout_logprobs=said + 0.3 * wave * start.mask)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from batches import scored_batch
 from torch import Tensor
 
 from rlx.algorithms.dealing import balance_groups, balance_lengths, choose_minibatches, deal
@@ -15,7 +16,6 @@ from rlx.training.experience import (
     Experience,
     LogprobBatch,
     RolloutBatch,
-    build_batch,
     concat,
     micro_batch_count,
     micro_batches,
@@ -40,7 +40,7 @@ def completion(prompt: Sequence[int], response: Sequence[int], number: int = 0) 
 def numbered(lengths: Sequence[tuple[int, int]]) -> RolloutBatch:
     """One completion per (prompt length, response length); all tokens of the i-th are i + 1, its score is i."""
     rows = [completion([i + 1] * p, [i + 1] * r, i) for i, (p, r) in enumerate(lengths)]
-    return build_batch([judged(row, float(i)) for i, row in enumerate(rows)], PAD)
+    return scored_batch([judged(row, float(i)) for i, row in enumerate(rows)], PAD)
 
 
 def judged(row: Completion, score: float = 0.0, greedy_score: float = 0.0) -> ScoredCompletion:
@@ -53,14 +53,14 @@ def scores(parts: Sequence[RolloutBatch]) -> list[list[float]]:
 
 def test_log_probabilities_that_the_engine_did_not_report_are_nan() -> None:
     silent = replace(completion([1, 2, 3], [4, 5]), logprobs=())
-    batch = build_batch([judged(silent), judged(completion([5], [6, 7, 8]))], PAD)
+    batch = scored_batch([judged(silent), judged(completion([5], [6, 7, 8]))], PAD)
     assert batch.rollout_logprobs.isnan().tolist() == [[True, True, False], [False, False, False]]
     assert batch.rollout_logprobs[0, 2] == 0  # padding
     assert batch.rollout_logprobs[1].tolist() == [-6, -7, -8]
 
 
 def test_completions_are_padded_on_the_right() -> None:
-    batch = build_batch([judged(completion([1, 2, 3], [4]), 0.5), judged(completion([5], [6, 7, 8]), -1.0)], PAD)
+    batch = scored_batch([judged(completion([1, 2, 3], [4]), 0.5), judged(completion([5], [6, 7, 8]), -1.0)], PAD)
     assert batch.ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert batch.ids.dtype == torch.int64
     assert batch.prompt_lengths.tolist() == [3, 1]
@@ -68,21 +68,21 @@ def test_completions_are_padded_on_the_right() -> None:
     assert batch.rollout_logprobs.tolist() == [[-4, 0, 0], [-6, -7, -8]]
     assert batch.scores.tolist() == [0.5, -1.0]
     assert batch.scores.dtype == torch.float32
-    shorter = build_batch([judged(completion([1], [2])), judged(completion([3, 4], [5, 6]))], PAD)
+    shorter = scored_batch([judged(completion([1], [2])), judged(completion([3, 4], [5, 6]))], PAD)
     assert shorter.ids.tolist() == [[1, 2, PAD, PAD], [3, 4, 5, 6]]
 
 
 def test_the_losses_leave_out_what_was_cut_only_if_asked_to() -> None:
     rows = [judged(completion([1], [2])), judged(replace(completion([3, 4], [5, 6]), finished=False))]
-    assert build_batch(rows, PAD).trained.tolist() == [1, 1]
-    batch = build_batch(rows, PAD, mask_truncated=True)
+    assert scored_batch(rows, PAD).trained.tolist() == [1, 1]
+    batch = scored_batch(rows, PAD, mask_truncated=True)
     assert batch.trained.tolist() == [1, 0]
     assert (batch.mask.tolist(), batch.loss_mask.tolist()) == ([[1, 0], [1, 1]], [[1, 0], [0, 0]])
 
 
 def test_prompts_make_groups() -> None:
     rows = [judged(completion([1], [2], number), greedy_score=number / 2) for number in (7, 7, 3)]
-    batch = build_batch(rows, PAD)
+    batch = scored_batch(rows, PAD)
     assert batch.groups.tolist() == [7, 7, 3]
     assert batch.greedy_scores.tolist() == [3.5, 3.5, 1.5]
     assert batch.rows(slice(1, 3)).groups.tolist() == [7, 3]
@@ -104,18 +104,18 @@ def test_without_filter_all_groups_are_trained_on(alone: Mesh) -> None:
     assert selection.count_missing() == 2
     selection.add([*group(1, 0, 0), *group(2, 0, 1)])
     assert (selection.count_missing(), selection.varied, selection.tokens) == (0, 1, 8)
-    assert selection.take() == []
-    assert numbers(selection.take(last=True)) == [1, 1, 2, 2]
-
-
-def test_groups_can_be_taken_as_they_come(alone: Mesh) -> None:
-    selection = Selection(wanted=3, samples=2, mesh=alone, filtered=False, greedy=False, immediate=True)
-    selection.add([*group(1, 0, 0), *group(2, 0, 1)])
     assert numbers(selection.take()) == [1, 1, 2, 2]
-    assert selection.take() == []
-    selection.add(group(3, 0, 0))
-    assert numbers(selection.take()) == [3, 3]
-    assert selection.take(last=True) == []
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_what_may_be_trained_on_is_known_before_the_scores(greedy: bool, alone: Mesh) -> None:
+    selection = Selection(wanted=3, samples=2, mesh=alone, filtered=False, greedy=greedy)
+    parts = [[*group(1, 0, 0, *[1] * greedy), *group(2, 0, 1, *[0] * greedy)], group(3, 0, 0, *[1] * greedy)]
+    choosable = [each for part in parts for each in selection.choosable([row.completion for row in part])]
+    for part in parts:
+        selection.add(part)
+    assert [each.prompt.id for each in choosable] == [1, 1, 2, 2, 3, 3]
+    assert choosable == [row.completion for row in selection.take()]
 
 
 def test_groups_of_equal_scores_are_left_out_and_others_drawn(alone: Mesh) -> None:
@@ -124,7 +124,7 @@ def test_groups_of_equal_scores_are_left_out_and_others_drawn(alone: Mesh) -> No
     assert selection.count_missing() == 1
     selection.add([*group(3, 0.5, 0), *group(4, 1, 0)])
     assert (selection.count_missing(), selection.varied) == (0, 3)
-    assert numbers(selection.take(last=True)) == [2, 2, 3, 3]  # group 4 is one too many
+    assert numbers(selection.take()) == [2, 2, 3, 3]  # group 4 is one too many
     assert numbers(selection.candidates) == [1, 1, 2, 2, 3, 3, 4, 4]
 
 
@@ -138,13 +138,13 @@ def test_groups_can_be_left_out_by_right_answers_whatever_their_scores(alone: Me
     selection = Selection(wanted=3, samples=2, mesh=alone, filtered=True, greedy=False, by_correct=True)
     selection.add([*right, *wrong, *mixed])
     assert (selection.count_missing(), selection.varied) == (2, 3)
-    assert numbers(selection.take(last=True)) == [3, 3, 1, 1, 2, 2]
+    assert numbers(selection.take()) == [3, 3, 1, 1, 2, 2]
 
 
 def test_what_was_left_out_fills_a_step_up(alone: Mesh) -> None:
     selection = Selection(wanted=2, samples=2, mesh=alone, filtered=True, greedy=False)
     selection.add([*group(1, 1, 1), *group(2, 0, 1), *group(3, 0, 0)])
-    assert numbers(selection.take(last=True)) == [2, 2, 1, 1]
+    assert numbers(selection.take()) == [2, 2, 1, 1]
 
 
 def test_the_greedy_completion_is_kept_as_a_score_alone(alone: Mesh) -> None:

@@ -99,7 +99,7 @@ def summarized(rank: int, ranks: int) -> tuple[dict[str, float], dict[str, float
     batch = experience(own)
     selection = Selection(share // 2, 2, trainer.mesh, filtered=False, greedy=False)
     selection.add(scored()[own])
-    selection.seconds = 1.0 + rank
+    selection.seconds, selection.scoring_seconds = 1.0 + rank, 0.5 + rank
     tokens = batch.mask.sum()
     losses = LossStats(
         {
@@ -237,7 +237,7 @@ def filtered(rank: int, ranks: int) -> dict[str, float]:
     selection, rows = Selection(1, 2, Mesh.of("cpu", 1), filtered=True, greedy=False), scored()
     second = [replace(row, completion=replace(row.completion, prompt=OF_SECOND)) for row in rows[2:]]
     selection.add([*rows[:2], *second, *second])
-    selection.take(last=True)
+    selection.take()
     return of_critic_alone(selection, data={"sources": [{"source": "a.jsonl"}, {"source": "b.jsonl"}]})
 
 
@@ -349,7 +349,8 @@ def test_a_steps_metrics_by_hand(ranks: int, on_ranks: OnRanks) -> None:
     found, evaluated, tokens, coef = results[0]
     # Rank 0 of two cuts its batch to its longest completion: 2 * 4 + 2 * 5 positions instead of 4 * 5.
     padding = {1: 1 - 16 / 20, 2: 1 - 16 / 18}
-    expected = BY_HAND | {"tokens/padding_fraction": padding[ranks], "time/generation": float(ranks)}
+    seconds = {"time/generation": float(ranks), "time/scoring": ranks - 0.5}
+    expected = BY_HAND | {"tokens/padding_fraction": padding[ranks]} | seconds
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-7)
     assert tokens == 108
     assert coef == pytest.approx(0.1 * (1 - 0.2 * 4 / 100))  # 4 completions; the KL is half the target

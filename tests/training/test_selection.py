@@ -34,8 +34,7 @@ def chosen(rank: int, ranks: int, tp: int, device: str, rounds: int) -> tuple[li
         for prompt in range(number * ROUND + mesh.dp_rank, (number + 1) * ROUND, mesh.dp_size):
             selection.add(group(prompt, prompt in varied))
         missing.append(selection.count_missing())
-    assert selection.take() == []
-    taken = selection.take(last=True)
+    taken = selection.take()
     assert selection.taken == taken
     for i in range(0, len(taken), SAMPLES):  # they are whole, wherever they come from
         prompt = taken[i].completion.prompt.id

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from batches import scored_batch
 from shared import OnRanks
 from test_policy import PAD
 from torch import Tensor
@@ -181,7 +182,7 @@ def updated(
     run.base_lrs = {name: [0.03] for name in run.base_lrs}  # larger steps show rounding in the second
     own = [c for c in completions() if c.prompt.id % replicas == run.mesh.dp_rank]
     judged = [ScoredCompletion(c, float(c.prompt.id % 3 + c.sample), True, {}, greedy_score=0.5) for c in own]
-    start = experience.build_batch(judged, PAD).to(run.device)
+    start = scored_batch(judged, PAD).to(run.device)
     for _ in range(2):  # in the second round the policy is no longer the reference
         wave = torch.sin(start.groups[:, None] + torch.arange(start.mask.shape[1], device=device))
         said = loop.compute_logprobs(run, start, all_rows=True).logprobs
@@ -208,7 +209,7 @@ def by_engines(rank: int, ranks: int, path: str) -> tuple[Experience, Experience
     """What the policy says of completions; the old log-probabilities if engines said something else; a step on that."""
     ways = ({}, {"algorithm.old_logprobs": "rollout", **ALONE})
     runs = [trainer_of(path, way | {"train.num_minibatches": 1}, 60) for way in ways]
-    start = experience.build_batch([ScoredCompletion(c, float(c.sample), True, {}) for c in completions()], PAD)
+    start = scored_batch([ScoredCompletion(c, float(c.sample), True, {}) for c in completions()], PAD)
     own = loop.compute_logprobs(runs[0], start)
     runs[1].policy.forward = refuse
     theirs = loop.compute_logprobs(runs[1], replace(start, rollout_logprobs=own.logprobs - 0.1 * own.mask))
@@ -236,7 +237,7 @@ def late_or_not(rank: int, ranks: int, path: str, way: dict[str, Any], late: boo
     assert run.defers_logprobs == late
     own = [c for c in completions() if c.prompt.id % ranks == rank]
     judged = [ScoredCompletion(c, float(c.prompt.id % 3 + c.sample), True, {"task": 0.0}) for c in own]
-    start = experience.build_batch(judged, PAD)
+    start = scored_batch(judged, PAD)
     said = loop.compute_logprobs(run, start, all_rows=True).logprobs
     start = replace(start, rollout_logprobs=said - 0.3 * torch.sin(torch.arange(said.shape[1])) * start.mask)
     forward = run.policy.forward
@@ -359,7 +360,7 @@ def reduced_each_pass(rank: int, ranks: int, path: str) -> list[tuple[list[bool]
         run.reduced_each_pass = frozenset({"policy", "critic"} if found else ())
         run.kept_unsharded = frozenset()  # so that parameters are shards between passes
         own = [c for c in completions() if c.prompt.id % ranks == rank]
-        start = experience.build_batch([ScoredCompletion(c, float(c.prompt.id + c.sample), True, {}) for c in own], PAD)
+        start = scored_batch([ScoredCompletion(c, float(c.prompt.id + c.sample), True, {}) for c in own], PAD)
         batch, _ = loop.compute_advantages(run, loop.compute_logprobs(run, start))
         (micros,), (size,) = run.micro_batches([batch]), update.denominators(run, [batch])
         assert len(micros) > 1
@@ -417,7 +418,7 @@ def kept(rank: int, ranks: int, path: str) -> list[tuple[list[bool], dict[str, T
             patch.setattr(models, "kept_unsharded", lambda *_, names=names: names)
             run = trainer_of(path, {"train.num_minibatches": 1}, 60)
             own = [c for c in completions() if c.prompt.id % ranks == rank]
-            start = experience.build_batch([ScoredCompletion(c, float(c.prompt.id), True, {}) for c in own], PAD)
+            start = scored_batch([ScoredCompletion(c, float(c.prompt.id), True, {}) for c in own], PAD)
             batch, _ = loop.compute_advantages(run, loop.compute_logprobs(run, start))
             (micros,), (size,) = run.micro_batches([batch]), update.denominators(run, [batch])
             run.set_gradient_sync(last=False)
@@ -536,7 +537,7 @@ def spoilt(rank: int, ranks: int, path: str) -> list[str]:
     for way, column in (({}, "advantages"), (stopping, "advantages"), ({}, "returns")):
         run = trainer_of(path, way, 60)
         batch = loop.compute_logprobs(
-            run, experience.build_batch([ScoredCompletion(c, 1.0, True, {}) for c in completions()], PAD)
+            run, scored_batch([ScoredCompletion(c, 1.0, True, {}) for c in completions()], PAD)
         )
         batch = loop.compute_advantages(run, batch)[0]
         try:
@@ -562,7 +563,7 @@ def ruined(rank: int, ranks: int, path: str) -> list[str]:
             next(run.models[name].model.parameters()).data.fill_(math.nan)
         else:
             run.base_lrs[name] = [rate]
-        batch = experience.build_batch([ScoredCompletion(c, float(c.sample), True, {}) for c in completions()], PAD)
+        batch = scored_batch([ScoredCompletion(c, float(c.sample), True, {}) for c in completions()], PAD)
         batch = loop.compute_advantages(run, loop.compute_logprobs(run, batch))[0]
         with pytest.raises(FloatingPointError) as error:
             update.update(run, batch)
@@ -589,7 +590,7 @@ def without_cut(rank: int, ranks: int, path: str) -> list[dict[str, Tensor]]:
     for way in ("marked", "removed", "none", "start"):
         run = trainer_of(path, LEFT_OUT, 60)
         judged = [ScoredCompletion(c, float(c.prompt.id % 3 + c.sample), True, {}) for c in completions()]
-        batch = loop.compute_logprobs(run, experience.build_batch(judged, PAD))
+        batch = loop.compute_logprobs(run, scored_batch(judged, PAD))
         kept = (torch.arange(16) % 3 > 0).float()
         batch, _ = loop.compute_advantages(run, replace(batch, trained=kept if way != "none" else 0 * kept))
         batch = batch.rows(kept.bool()) if way == "removed" else batch
@@ -607,7 +608,7 @@ def after_an_empty_step(rank: int, ranks: int, path: str) -> list[Any]:
     run = replace(run, models=models)
     judged = [ScoredCompletion(c, float(c.prompt.id % 3 + c.sample), True, {}) for c in completions()]
     for trained in (torch.ones(16), torch.zeros(16)):
-        batch = loop.compute_logprobs(run, replace(experience.build_batch(judged, PAD), trained=trained))
+        batch = loop.compute_logprobs(run, replace(scored_batch(judged, PAD), trained=trained))
         _, stats = update.update(run, loop.compute_advantages(run, batch)[0])
         weights = [p.full_tensor().clone() for m in run.models.values() for p in m.model.parameters()]
         found += [(weights, stats.optimizer_steps)]
@@ -642,7 +643,7 @@ def advantages(rank: int, ranks: int, path: str) -> dict[str, Tensor]:
         kl = torch.tensor([[1.0, 0.0], [0.0, 0.0], [2.0, 3.0], [2.0, 3.0]])  # kl_coef is 0.1
         zero = torch.zeros(4, 2)
         columns = {"logprobs": kl, "ref_logprobs": zero, "values": zero, "entropy": zero}
-        batch = experience.build_batch(judged, PAD).with_logprobs(columns)
+        batch = scored_batch(judged, PAD).with_logprobs(columns)
         found[kind] = loop.compute_advantages(run, batch)[0].advantages
     return found
 
@@ -686,7 +687,7 @@ def chosen(rank: int, ranks: int) -> Choice:
     ]
     logprobs, entropy, advantages, zero = (columns(i)[rank::ranks] for i in range(4))
     grids = {"logprobs": -5 * logprobs, "ref_logprobs": zero, "values": zero, "entropy": entropy}
-    start = experience.build_batch([ScoredCompletion(each, 0.0, True, {}) for each in own], PAD)
+    start = scored_batch([ScoredCompletion(each, 0.0, True, {}) for each in own], PAD)
     batch = start.with_logprobs(grids).with_advantages(4 * advantages - 2, zero)
     passes = [update.without_high_covariance(run, batch, (0, 5, epoch)).chosen for epoch in (0, 1, 0)]
     return torch.arange(ROWS)[rank::ranks], update.with_uncertain_tokens(run, batch).chosen, passes
@@ -724,7 +725,7 @@ def shares_and_update(rank: int, ranks: int, path: str, way: dict[str, Any]) -> 
         run = trainer_of(path, way, 64)
         own = [c for c in completions() if c.prompt.id % ranks == rank]
         judged = [ScoredCompletion(c, float(c.prompt.id % 3 + c.sample), True, {}) for c in own]
-        batch = loop.compute_logprobs(run, experience.build_batch(judged, PAD))
+        batch = loop.compute_logprobs(run, scored_batch(judged, PAD))
         batch, _ = loop.compute_advantages(run, batch)
         shares = update.gradient_shares(run, batch) if by_rlx else by_autograd(run, batch, path)
         update.update(run, batch)
