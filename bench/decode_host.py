@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import random_models
 import workload
 
 from rlx.config.loading import from_tree
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.update(ENVIRONMENT | ({} if args.gpu else CPU_ENVIRONMENT))
     with tempfile.TemporaryDirectory() as folder:
         kind = {
-            "path": args.model or ("qwen2-0.5b" if args.gpu else workload.UNTRAINED),
+            "path": args.model or ("qwen2-0.5b" if args.gpu else random_models.UNTRAINED),
             "dtype": "bfloat16" if args.gpu else "float32",
         }
         limits: dict[str, Any] = {"max_num_seqs": args.sequences, "max_tokens": args.tokens, "kv_cache_mib": 1024}

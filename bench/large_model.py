@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import alike
+import random_models
 import table
 import torch
 import workload
@@ -109,9 +110,9 @@ def make_model(shape: str, folder: Path) -> None:
     tokenizer = tiny.build_tokenizer()
     known = [token for token in range(len(tokenizer)) if token not in tokenizer.all_special_ids]
     with tiny.private_torch_state(0), torch.no_grad():
-        model = workload.random_model(shape, tokenizer, tie_word_embeddings=False)
-        model.lm_head.weight[known, 0] += _LIKED / workload.steady(model)
-    workload.save_model(folder, model, tokenizer)
+        model = random_models.random_model(shape, tokenizer, tie_word_embeddings=False)
+        model.lm_head.weight[known, 0] += _LIKED / random_models.steady(model)
+    random_models.save_model(folder, model, tokenizer)
 
 
 def first_steps(config: RunConfig, path: str, count: int) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import random_models
 import table
 import workload
 from large_model import first_steps, parts
@@ -74,7 +75,7 @@ def as_here(file: str, given: Mapping[str, Any], questions: Path) -> RunConfig:
     tree = read_yaml(file)
     name = given.get("model.path") or tree.get("model", {}).get("path")
     shape = SHAPES.get(name, name)
-    if shape not in workload.SHAPES:
+    if shape not in random_models.SHAPES:
         raise ConfigError(f"model.path {name}: its shape is not known here{nearest(str(name), [*SHAPES])}")
     most = tree.get("data", {}).get("max_prompt_tokens")
     data = {"source": str(questions), "max_prompt_tokens": most} if most else {"source": str(questions)}

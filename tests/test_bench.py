@@ -15,6 +15,7 @@ import large_model
 import measure
 import psutil
 import pytest
+import random_models
 import recipes
 import rollout
 import scaling
@@ -175,12 +176,13 @@ def test_as_many_steps_of_rlx_are_counted_as_of_the_others(steps: int, monkeypat
     assert figures["mean response, tokens"] == workload.WARM + (1 + steps) / 2  # the median of that many
 
 
-def test_a_model_ends_its_responses_at_each_token_with_the_same_chance() -> None:
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_ends_its_responses_at_each_token_with_the_same_chance(tied: bool) -> None:
     """Whatever its other weights add to the logits, here much: within what bfloat16 tells apart."""
-    small = {"vocab_size": 2000, "num_hidden_layers": 2, "initializer_range": 0.05, "tie_word_embeddings": False}
+    small = {"vocab_size": 2000, "num_hidden_layers": 2, "initializer_range": 0.05, "tie_word_embeddings": tied}
     with tiny.private_torch_state(0):
         tokenizer = tiny.build_tokenizer()
-        model = workload.ending(workload.random_model("qwen2-30m", tokenizer, **small), 64).float()
+        model = random_models.ending(random_models.random_model("qwen2-30m", tokenizer, **small), 64).float()
         logits = model(input_ids=torch.randint(6, 2000, (2, 32), device=model.device)).logits
     chances = logits.softmax(-1)[..., tokenizer.eos_token_id].mean(0)
     assert (64 * chances).tolist() == pytest.approx([1.0] * 32, rel=0.08)
@@ -289,7 +291,7 @@ def test_the_share_of_the_memory_roofline_is_bytes_by_bandwidth_and_time(
 
     A decode step of 512 sequences of 123 + 128 tokens reads 0.988 + 1.579 GB; 256 of them are 0.1369 s at 4.8 TB/s.
     """
-    AutoConfig.for_model("qwen2", **workload.SHAPES["qwen2-0.5b"]).save_pretrained(tmp_path)
+    AutoConfig.for_model("qwen2", **random_models.SHAPES["qwen2-0.5b"]).save_pretrained(tmp_path)
     config, lm = from_tree(with_overrides({}, workload.GPU)), measure.shape_of(str(tmp_path))
     now = {"response/length_mean": 256, "response/length_max": 256, "time/rollout": 1.09, "time/generation": 1.0}
     now |= {"tokens/update_per_s": 512 * (123 + 256) / 0.9, "time/update": 0.9}
