@@ -366,16 +366,15 @@ def _add_page(record: OutboxTracker, prepared: PreparedRun, folder: Storage) -> 
 
 def _send_rest(record: OutboxTracker, name: str, folder: Storage, notify: Notify) -> None:
     """Sends what the driver and the workers have not sent yet; says how many records are left."""
-    titles = titles_of(record.services)
-    where = f"{folder.path}/outbox{'' if record.is_refused else f': --resume {name} sends them'}"
-    all_sent = record.close(_PATIENCE_S) == 0
+    titles, where, resume = titles_of(record.services), f"{folder.path}/outbox", f": --resume {name} sends them"
+    rest = tracker.Unsent(record.close(_PATIENCE_S), record.is_away)
     try:
-        if all_sent:
-            tracker.send_pending(record.services, folder, notify, _PATIENCE_S)
-        if left := outbox.pending(folder):
-            notify(f"{left} records for {titles} wait in {where}")
+        if not rest.count:
+            rest = tracker.send_pending(record.services, folder, notify, _PATIENCE_S)
+        if left := outbox.pending(folder):  # what a deleted run waits for, a person was told
+            notify(f"{left} records for {titles} wait in {where}{resume if rest.is_away else ''}")
     except (StorageError, OSError) as error:  # the run itself is over
-        notify(f"records for {titles} may wait in {where} ({one_line(error)})")
+        notify(f"records for {titles} may wait in {where}{resume} ({one_line(error)})")
 
 
 def _log(message: str) -> None:

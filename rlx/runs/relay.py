@@ -99,8 +99,8 @@ class RelayedService:
     ) -> str:
         return str(self._call("make_run", key, experiment, name, parent=parent, params=params, tags=tags, at=at))
 
-    def reopen_run(self, run_id: str, at: int, params: Mapping[str, str], tags: Mapping[str, str]) -> bool:
-        return bool(self._call("reopen_run", run_id, at, params, tags))
+    def reopen_run(self, run_id: str, at: int, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
+        self._call("reopen_run", run_id, at, params, tags)
 
     def writer(self, run_id: str) -> RelayedRun:
         return RelayedRun(self.actor, run_id)

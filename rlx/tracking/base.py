@@ -38,7 +38,7 @@ class Failure(StrEnum):
     """Why a service has not taken a record."""
 
     AWAY = "away"  # another attempt may help
-    DELETED = "deleted"  # a person has deleted the run there, and may restore it; records of other runs are taken
+    DELETED = "deleted"  # the run or its experiment is deleted there; records of other runs are taken
     REFUSED = "refused"  # another attempt is useless
 
 
@@ -156,8 +156,8 @@ class TrackingService(Protocol):
             at: start time.
         """
 
-    def reopen_run(self, run_id: str, at: int, params: Mapping[str, str], tags: Mapping[str, str]) -> bool:
-        """Marks a run as running again, without an error; False if the service has no such run.
+    def reopen_run(self, run_id: str, at: int, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
+        """Marks a run as running again, without an error. If there is no such run, it fails as `Failure.DELETED`.
 
         Args:
             at: start time of the new attempt. A repeated call with the same time changes nothing.

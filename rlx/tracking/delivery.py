@@ -44,8 +44,8 @@ class Delivery:
         self.service, self.queue, self._folder = service, queue, folder
         self._notify, self._last_message = notify, ""
         self._hurry = threading.Event()  # ends a pause between attempts early
-        self._failures = 0  # in a row
-        self.is_refused = False  # whether the service has rejected the run itself, so that no other attempt will help
+        self._failures, self._failure = 0, Failure.AWAY  # how many of this kind in a row
+        self._is_told = False  # whether a person knows that the service takes no records
         self._writer: RunWriter | None = None
         self._run_id: str | None = None
 
@@ -86,16 +86,14 @@ class Delivery:
             except _RunNotCreatedError:
                 self.queue.set_stuck(True)
             except Exception as error:  # the client of each service has its own error types
-                # A refused `OPEN` is repeated: without the run all later entries would be lost.
                 # What a text cannot be sent as, it cannot be sent as later either.
                 failure = Failure.REFUSED if isinstance(error, UnicodeEncodeError) else self.service.failure(error)
-                is_refusal = failure is Failure.REFUSED
-                self.is_refused = is_refusal and entry.kind == EntryKind.OPEN
-                if is_refusal and not self.is_refused:
+                # A refused `OPEN` is repeated: without the run all later entries would be lost.
+                if failure is Failure.REFUSED and entry.kind != EntryKind.OPEN:
                     cause = self.service.cause(error)
                     self._notify_once(f"{self.service.title} refused a record, which is left out: {cause}")
                     return True
-                self._count_failure(error, is_deleted=failure is Failure.DELETED)
+                self._count_failure(error, failure)
             self._hurry.wait(pause_s)
             self._hurry.clear()
         return False
@@ -116,11 +114,22 @@ class Delivery:
     def _open_run(
         self, *, parent: str | None, at: int, params: Mapping[str, str], tags: Mapping[str, str], **names: str
     ) -> None:
-        """Continues the run of the folder, or creates it and writes its id to run.json."""
+        """Continues the run of the folder, or creates it and writes its id to run.json.
+
+        In place of a run that is deleted it creates one only if no records wait that may be of the deleted one.
+        """
         record = outbox.read_run_record(self._folder)
         assert record.key  # `OutboxTracker.open` has written it
         before = existing = record.ids.get(self.service.name)
-        if existing is None or not self.service.reopen_run(existing, at, params, tags):
+        if existing:
+            try:
+                self.service.reopen_run(existing, at, params, tags)
+            except Exception as error:
+                is_deleted = self.service.failure(error) is Failure.DELETED
+                if not is_deleted or outbox.others_wait(self._folder, self.queue.folder):
+                    raise
+                existing = None
+        if existing is None:
             parent_id = outbox.run_id(Storage(self._folder.filesystem, parent), self.service.name) if parent else None
             if parent and parent_id is None:
                 raise _RunNotCreatedError
@@ -139,21 +148,24 @@ class Delivery:
         self._run_id = run_id
         return writer
 
-    def _count_failure(self, error: Exception, *, is_deleted: bool) -> None:
-        self._failures += 1
+    def _count_failure(self, error: Exception, failure: Failure) -> None:
+        self._failures = self._failures + 1 if failure is self._failure else 1
+        self._failure = failure
         if self._failures == _FAILURES_TO_NOTIFY:
-            what = "refuses the run, and with it its records" if self.is_refused else "takes no records"
+            self._is_told = True
+            what = "refuses the run, and with it its" if failure is Failure.REFUSED else "takes no"
             self._notify_once(
-                f"{self.service.title} at {self.service.address} {what} ({self.service.cause(error)}): "
+                f"{self.service.title} at {self.service.address} {what} records ({self.service.cause(error)}): "
                 f"training goes on, they are kept in {self._folder.path}/outbox"
             )
         # Not at once: another process may be making a new run.
-        self.queue.set_stuck(True, is_held=is_deleted and self._failures >= _FAILURES_TO_NOTIFY)
+        is_held = failure is not Failure.AWAY and self._failures >= _FAILURES_TO_NOTIFY
+        self.queue.set_stuck(True, is_held=is_held)
 
     def _count_success(self) -> None:
-        if self._failures >= _FAILURES_TO_NOTIFY:
+        if self._is_told:
             self._notify_once(f"{self.service.title} at {self.service.address} takes records again")
-        self._failures, self.is_refused = 0, False
+        self._failures, self._is_told = 0, False
         self.queue.set_stuck(False)
 
     def _notify_once(self, message: str) -> None:

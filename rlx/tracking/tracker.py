@@ -90,17 +90,12 @@ class OutboxTracker:
         self.services, self.folder = services, folder
         self._of_steps = {"again": True} if again else {}
         self._deliveries = [_started(service, folder, writer, notify) for service in services]
-        self.is_away = False  # whether `close` has left records for another reason than that the run is deleted
+        self.is_away = False  # whether `close` has left records of a run that is neither deleted nor refused
 
     @property
     def run_id(self) -> str | None:
         """The id of the run in MLflow; None until MLflow has created the run, or if it does not record it."""
         return next((each.run_id for each in self._deliveries if each.service.name == "mlflow"), None)
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether a service has rejected the run, and may never take its records."""
-        return any(delivery.is_refused for delivery in self._deliveries)
 
     def open(
         self,
@@ -180,7 +175,8 @@ class OutboxTracker:
     def close(self, patience_s: float) -> int:
         """Sends for at most `patience_s`, saves the rest in the outbox folder, and returns how many are left.
 
-        Those of a run that is deleted in the service are not waited for. No other method may be called afterwards.
+        Those of a run that is deleted in the service, or refused by it, are not waited for. No other method may be
+        called afterwards.
 
         Raises:
             StorageError: the run's folder cannot be written.
@@ -209,7 +205,7 @@ def _started(service: TrackingService, folder: Storage, writer: str, notify: Not
 
 def _close(delivery: Delivery, deadline: float) -> None:
     """Sends until nothing is left or the time `deadline` (monotonic), and saves what is left."""
-    delivery.queue.is_held = False  # the next attempt shows whether the run is still deleted
+    delivery.queue.is_held = False  # the next attempt shows whether it is so still
     delivery.hurry()
     try:
         delivery.queue.wait_until_empty(max(deadline - time.monotonic(), 0.0))
@@ -226,7 +222,7 @@ class Unsent:
     """Records of a run that services have not taken."""
 
     count: int
-    is_away: bool  # whether a service may take none of other runs, either; not if the run is deleted there
+    is_away: bool  # whether a service may take none of other runs, either; not if the run is deleted or refused there
 
 
 def send_pending(

@@ -46,8 +46,8 @@ class Service:
         self.opened[name] = more
         return name
 
-    def reopen_run(self, run_id: str, at: int, params: Mapping[str, str], tags: Mapping[str, str]) -> bool:
-        return True
+    def reopen_run(self, run_id: str, at: int, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
+        pass
 
     def missing(self) -> str:
         return ""

@@ -22,6 +22,10 @@ class Refused(Exception):
     """A record that the service will never take."""
 
 
+class Deleted(Exception):
+    """A run that the service has no more."""
+
+
 class Service:
     """Takes records unless the next of `errors` is one; each stays until it is used."""
 
@@ -36,14 +40,16 @@ class Service:
             raise error
 
     def failure(self, error: Exception) -> Failure:
-        return Failure.REFUSED if isinstance(error, Refused) else Failure.AWAY
+        kinds = {Refused: Failure.REFUSED, Deleted: Failure.DELETED}
+        return kinds.get(type(error), Failure.AWAY)
 
     def cause(self, error: Exception) -> str:
         return f"because {error}"
 
-    def reopen_run(self, run_id: str, at: int, params: Mapping[str, str], tags: Mapping[str, str]) -> bool:
+    def reopen_run(self, run_id: str, at: int, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
         self._next()
-        return run_id in self.runs
+        if run_id not in self.runs:
+            raise Deleted(run_id)
 
     def make_run(self, key: str, *, parent: str | None, at: int, **description: Any) -> str:
         self._next()
@@ -172,15 +178,45 @@ def test_a_run_that_the_service_refuses_is_told_as_that_until_it_takes_it(folder
     service = Service(*[Refused("too long")] * 10**6)
     sent = Sent(folder, service, opened())
     sent.delivery.start()
-    sent.queue.wait_until_empty(0.1)
-    assert sent.delivery.is_refused
+    sent.queue.wait_until_empty(PATIENCE_S)
+    assert sent.queue.is_held and len(sent.queue) == 1
     assert sent.told == [
         "A service at http://host refuses the run, and with it its records (because too long): training goes on, "
         f"they are kept in {folder.path}/outbox"
     ]
     service.errors.clear()
+    sent.queue.is_held = False
     sent.run()
-    assert not sent.delivery.is_refused
+
+
+def test_a_run_that_is_deleted_while_the_service_was_away_is_told_as_deleted(folder: Storage) -> None:
+    outbox.add_run_id(folder, "mlflow", "one")
+    away = OSError("it is away")
+    sent = Sent(folder, Service(away, away, away, *[Deleted("no run")] * 10**6), log(0))
+    sent.delivery.start()
+    sent.queue.wait_until_empty(PATIENCE_S)
+    assert sent.queue.is_held and [told.partition("(")[2].partition(")")[0] for told in sent.told] == [
+        "because it is away",
+        "because no run",
+    ]
+    sent.queue.close()
+
+
+def test_no_run_takes_the_place_of_a_deleted_one_while_another_writer_has_records_of_it(folder: Storage) -> None:
+    outbox.add_key(folder, "k")
+    outbox.add_run_id(folder, "mlflow", "gone")
+    of_others = [outbox.entries_of(folder, "rank_0", service) for service in ("mlflow", "wandb")]
+    for place in of_others:
+        (place / "000001.json").write_text("{}")
+    service = Service()
+    sent = Sent(folder, service, opened(), writer="driver")
+    sent.delivery.start()
+    sent.queue.wait_until_empty(PATIENCE_S)
+    assert sent.queue.is_held and not service.runs
+    of_others[0].delete()  # what waits for another service is no matter
+    sent.queue.is_held = False
+    sent.run()
+    assert outbox.run_id(folder) == "run of k"
 
 
 def test_a_run_that_is_gone_is_made_anew_and_its_new_id_kept(folder: Storage) -> None:

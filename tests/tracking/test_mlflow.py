@@ -167,16 +167,18 @@ def note_of(uri: str, changes: dict[str, str], folder: str = "/s/runs/a") -> str
 FOLDER_TAGS = {"rlx.kind": "run", "rlx.folder": "/s/runs/a"}
 
 
-@pytest.mark.parametrize("note", ["lr too high", "{own} lr too high", None])
+@pytest.mark.parametrize("note", ["lr too high", "{own} lr too high", "{begin} (Anna's baseline){end}", "", None])
 def test_a_resume_keeps_the_note_that_a_person_has_written(uri: str, note: str | None) -> None:
     service = mlflow.MLflowService(uri)
     run_id = service.make_run("1", "rlx", "a", parent=None, params=SETTINGS, tags=FOLDER_TAGS, at=1)
     own = mlflow.get_run(uri, run_id).tags["mlflow.note.content"]
-    if note:
-        mlflow.client(uri).set_tag(run_id, "mlflow.note.content", note.format(own=own))
-    assert service.reopen_run(run_id, 2, SETTINGS | {"train.steps": "50"}, FOLDER_TAGS)
-    wanted = note.format(own=own) if note else own.replace("40 steps", "50 steps")
-    assert mlflow.get_run(uri, run_id).tags["mlflow.note.content"] == wanted
+    parts = {"own": own, "begin": own[:9], "end": own[9:]}
+    if note is not None:
+        mlflow.client(uri).set_tag(run_id, "mlflow.note.content", note.format(**parts))
+    for at, steps in ((2, 50), (3, 60)):
+        service.reopen_run(run_id, at, SETTINGS | {"train.steps": str(steps)}, FOLDER_TAGS)
+        wanted = own.replace("40 steps", f"{steps} steps") if note is None else note.format(**parts)
+        assert mlflow.get_run(uri, run_id).tags["mlflow.note.content"] == wanted
 
 
 def test_settings_that_become_set_or_unset_are_changed(uri: str) -> None:
@@ -184,13 +186,24 @@ def test_settings_that_become_set_or_unset_are_changed(uri: str) -> None:
     of_before = {key: value for key, value in SETTINGS.items() if key != "seed"}  # a setting that was not there
     of_before |= {"algorithm.target_kl": "0.05", "old.setting": "1"}
     run_id = service.make_run("1", "rlx", "a", parent=None, params=of_before, tags=FOLDER_TAGS, at=1)
+    assert mlflow.get_run(uri, run_id).tags["rlx.unset"] == "seed"
+    mlflow.client(uri).delete_tag(run_id, "rlx.unset")  # which earlier versions did not set
     for at, now, changed in (
         (2, SETTINGS | {"algorithm.target_kl": "0.05"}, None),
         (3, SETTINGS | {"algorithm.dual_clip": "3.0"}, "algorithm.dual_clip 3.0, algorithm.target_kl unset"),
         (4, SETTINGS | {"seed": "7", "algorithm.target_kl": "0.05"}, "seed 7"),
         (5, {}, ""),
     ):
-        assert service.reopen_run(run_id, at, now, FOLDER_TAGS)
+        service.reopen_run(run_id, at, now, FOLDER_TAGS)
+        assert mlflow.get_run(uri, run_id).tags.get("rlx.changed") == changed
+
+
+def test_a_setting_that_had_no_value_and_gets_its_default_is_changed(uri: str) -> None:
+    service, key = mlflow.MLflowService(uri), "checkpoint.keep_last"
+    unset = {name: value for name, value in SETTINGS.items() if name != key}
+    run_id = service.make_run("1", "rlx", "a", parent=None, params=unset, tags=FOLDER_TAGS, at=1)
+    for at, now, changed in ((2, unset, None), (3, SETTINGS, f"{key} {SETTINGS[key]}"), (4, unset, "")):
+        service.reopen_run(run_id, at, now, FOLDER_TAGS)
         assert mlflow.get_run(uri, run_id).tags.get("rlx.changed") == changed
 
 
@@ -252,9 +265,9 @@ def test_the_duration_leaves_out_the_pauses_before_a_resume(uri: str) -> None:
     service.writer(run_id).log({"reward/mean": 0.5}, 1, 2500)
     service.writer(run_id).end(RunStatus.KILLED, 3000)
     for _ in range(2):  # a repeated request changes nothing
-        assert service.reopen_run(run_id, 10_000, {}, {})
+        service.reopen_run(run_id, 10_000, {}, {})
     service.writer(run_id).log({"reward/mean": 0.5}, 2, 14_500)
-    assert service.reopen_run(run_id, 20_000, {}, {})
+    service.reopen_run(run_id, 20_000, {}, {})
     service.writer(run_id).end(RunStatus.FINISHED, 21_000)
     run = mlflow.get_run(uri, run_id)
     assert (run.tags["rlx.paused_ms"], run.tags["rlx.attempt"]) == (str(7000 + 5500), "3")

@@ -142,8 +142,10 @@ def test_two_runs_of_one_name_have_folders_of_their_own(tmp_path: Path) -> None:
     service = TensorBoardService(tmp_path / "tb")
     options: Any = {"parent": None, "params": {}, "tags": {}, "at": 1}
     assert [service.make_run(key, "rlx", "one", **options) for key in "aba"] == ["one", "one-2", "one"]
-    assert service.reopen_run("one-2", 2, {}, {})
-    assert not TensorBoardService(tmp_path / "other").reopen_run("one", 2, {}, {})
+    service.reopen_run("one-2", 2, {}, {})
+    with pytest.raises(FileNotFoundError, match=r"there is no .*/other/one/") as gone:
+        TensorBoardService(tmp_path / "other").reopen_run("one", 2, {}, {})
+    assert service.failure(gone.value) is Failure.DELETED
 
 
 def test_a_tag_that_comes_after_the_end_is_kept(tmp_path: Path, folder: Storage) -> None:

@@ -518,7 +518,8 @@ def test_a_deleted_run_is_not_waited_for_and_begins_anew_without_its_outbox(data
     assert logged(database, folder) == expected(1)
 
 
-def test_a_deleted_trial_keeps_back_no_records_of_the_others(database: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_purged", [False, True])
+def test_a_deleted_trial_keeps_back_no_records_of_the_others(database: str, tmp_path: Path, is_purged: bool) -> None:
     sweep, service, ids = Storage.local(tmp_path / "sweep"), MLflowService(database), list[str]()
     for name in ("s-0001", "s-0002"):
         trial = opened_tracker(database, folder := sweep / "runs" / name)
@@ -528,9 +529,12 @@ def test_a_deleted_trial_keeps_back_no_records_of_the_others(database: str, tmp_
         queue.add(EntryKind.END, {"status": "FINISHED", "at": 5})
         queue.save(0)  # the service was away
     mlflow.client(database).delete_run(ids[0])
+    if is_purged:  # as `mlflow gc` does
+        mlflow.client(database)._tracking_client.store._hard_delete_run(ids[0])
+    started = time.monotonic()
     tuner.send_pending([service], sweep)
     assert [outbox.pending(sweep / "runs" / name) for name in ("s-0001", "s-0002")] == [1, 0]
-    assert [mlflow.get_run(database, each).status for each in ids] == ["RUNNING", "FINISHED"]
+    assert mlflow.get_run(database, ids[1]).status == "FINISHED" and time.monotonic() - started < 15
 
 
 def test_a_resume_of_a_run_whose_experiment_is_deleted_waits_for_it(database: str, folder: Storage) -> None:
@@ -543,8 +547,31 @@ def test_a_resume_of_a_run_whose_experiment_is_deleted_waits_for_it(database: st
     open_run(again)
     command = f"MLFLOW_TRACKING_URI={database} mlflow experiments restore -x {experiment}"
     assert f"takes no records (experiment 'rlx' is deleted: `{command}` restores it)" in messages.next()
+    started = time.monotonic()
+    assert (again.close(LONG_S), again.is_away) == (1, False)
+    assert send_pending([MLflowService(database)], folder, Messages().put, LONG_S).count == 1
+    assert time.monotonic() - started < LONG_S / 2
     client.restore_experiment(experiment)
-    assert (again.close(LONG_S), again.run_id) == (0, tracker.run_id)
+    assert send_pending([MLflowService(database)], folder, Messages().put, LONG_S).count == 0
+    assert outbox.run_id(folder) == tracker.run_id
+
+
+def test_a_killed_run_goes_on_in_mlflow_where_it_was_although_its_run_was_deleted(
+    database: str, folder: Storage
+) -> None:
+    """Only the worker has left records: a run of its own would hold the steps after the last that was sent."""
+    driver, client = opened_tracker(database, folder), mlflow.client(database)
+    client.delete_run(driver.run_id)
+    worker = OutboxTracker([MLflowService(database)], folder, "worker", Messages().put)
+    log_steps(worker, 0)
+    assert (worker.close(LONG_S), driver.close(LONG_S)) == (2, 0)
+    told = Messages()
+    again = [OutboxTracker([MLflowService(database)], folder, name, told.put) for name in ("rank_0", "worker")]
+    open_run(again[0])
+    assert "restores it" in told.next() and [each.close(LONG_S) for each in again] == [1, 2]
+    client.restore_run(driver.run_id)
+    assert send_pending([MLflowService(database)], folder, Messages().put, LONG_S).count == 0
+    assert outbox.run_id(folder) == driver.run_id and logged(database, folder) == expected(0)
 
 
 @pytest.mark.slow
@@ -723,13 +750,34 @@ def test_close_waits_for_an_answer_no_longer_than_its_patience(proxy: s3.Proxy, 
     assert time.monotonic() - started < 2
 
 
-def test_a_run_that_mlflow_refuses_is_promised_no_resume(
-    database: str, folder: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "_PATIENCE_S", 0.1)
+def test_a_run_that_mlflow_refuses_is_promised_no_resume(database: str, folder: Storage) -> None:
     told = Messages()
     tracker = OutboxTracker([MLflowService(database)], folder, "rank_0", told.put)
     tracker.open("x" * 501, "one", params={}, tags={})  # longer than MLflow takes
     assert "refuses the run, and with it its records" in told.next()
     launch._send_rest(tracker, "one", folder, told.put)
     assert told.next() == f"1 records for MLflow wait in {folder.path}/outbox"
+
+
+@pytest.mark.parametrize("writer", ["driver", "rank_0"])
+def test_a_run_that_is_deleted_in_mlflow_is_promised_no_resume(writer: str, database: str, folder: Storage) -> None:
+    told, driver = Messages(), opened_tracker(database, folder)
+    mlflow.client(database).delete_run(driver.run_id)
+    if writer == "driver":
+        driver.end(RunStatus.FINISHED)
+    else:
+        worker = OutboxTracker([MLflowService(database)], folder, "worker", Messages().put)
+        log_steps(worker, 0)
+        worker.close(LONG_S)
+    launch._send_rest(driver, "one", folder, told.put)
+    assert told.all()[-1] == f"{outbox.pending(folder)} records for MLflow wait in {folder.path}/outbox"
+
+
+def test_a_run_whose_service_is_away_is_promised_that_a_resume_sends_its_records(
+    folder: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_PATIENCE_S", 0.1)
+    nobody, told = MLflowService(f"http://127.0.0.1:{s3.free_port()}"), Messages()
+    open_run(tracker := OutboxTracker([nobody], folder, "driver", Messages().put))
+    launch._send_rest(tracker, "one", folder, told.put)
+    assert told.all() == [f"1 records for MLflow wait in {folder.path}/outbox: --resume one sends them"]

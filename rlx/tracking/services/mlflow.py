@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from rlx.config.errors import ConfigError, nearest
 from rlx.tracking.base import ERROR_TAG, Failure, MetricPoint, Reach, RunStatus, TrackedRun
 from rlx.tracking.services import artifact_places, mlflow_page
-from rlx.tracking.services.mlflow_errors import cause, deleted, failure, without_password
+from rlx.tracking.services.mlflow_errors import cause, deleted, failure, is_purged, without_password
 from rlx.tracking.services.mlflow_page import LONGEST_PARAM, PAUSED, paused_ms
 from rlx.tracking.services.origin import origin_tags
 
@@ -121,9 +121,8 @@ class MLflowService:
         mlflow_page.dress(mlflow, run_id, params, tags)
         return run_id
 
-    def reopen_run(self, run_id: str, at: int, params: Mapping[str, str], tags: Mapping[str, str]) -> bool:
-        """Marks a run as running again, without an error, and increments its attempt number; False if MLflow has no
-        such run.
+    def reopen_run(self, run_id: str, at: int, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
+        """Marks a run as running again, without an error, and increments its attempt number.
 
         Args:
             at: start time of the new attempt. A repeated call with the same time changes nothing.
@@ -131,23 +130,16 @@ class MLflowService:
             tags: of the new attempt.
         """
         mlflow = client(self.uri)
-        try:
-            run = mlflow.get_run(run_id)
-        except Exception as error:
-            if getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST":
-                return False
-            raise
-        if run.info.lifecycle_stage != "active":
-            return False
-        if run.data.tags.get("rlx.opened") != str(at):
-            mlflow.update_run(run_id, status="RUNNING")
-            if ERROR_TAG in run.data.tags:
-                mlflow.delete_tag(run_id, ERROR_TAG)
-            attempt = int(run.data.tags.get("rlx.attempt", "1")) + 1
-            new = {"rlx.attempt": str(attempt), "rlx.opened": str(at), PAUSED: str(paused_ms(run, at))}
-            mlflow_page.tell_changes(mlflow, run, params, tags)
-            self.writer(run_id).set_tags(new)
-        return True
+        run = mlflow.get_run(run_id)
+        if run.data.tags.get("rlx.opened") == str(at):
+            return
+        mlflow.update_run(run_id, status="RUNNING")  # MLflow refuses it if the run is deleted
+        if ERROR_TAG in run.data.tags:
+            mlflow.delete_tag(run_id, ERROR_TAG)
+        attempt = int(run.data.tags.get("rlx.attempt", "1")) + 1
+        new = {"rlx.attempt": str(attempt), "rlx.opened": str(at), PAUSED: str(paused_ms(run, at))}
+        mlflow_page.tell_changes(mlflow, run, params, tags)
+        self.writer(run_id).set_tags(new)
 
     def writer(self, run_id: str) -> MLflowRun:
         """Opens a run for writing."""
@@ -161,7 +153,7 @@ class MLflowService:
         """Why the MLflow client failed, in a few words and without a password; how to restore what is deleted."""
         if gone := deleted(error):
             return mlflow_page.way_back_of(self.address, client(self.uri), *gone)
-        if getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST":  # purged, or in another store
+        if is_purged(error):
             return f"{cause(error)}; without the run's outbox a resume begins a new one"
         return cause(error)
 
@@ -234,12 +226,10 @@ class MLflowRun:
 
 
 def _experiment_id(uri: str, name: str) -> str:
-    """The id of the experiment with a name, which is created if there is none; ConfigError if it is deleted."""
+    """The id of the experiment with a name, which is created if there is none. In a deleted one MLflow makes no run."""
     from mlflow.exceptions import MlflowException
 
     if found := client(uri).get_experiment_by_name(name):
-        if way_back := mlflow_page.way_back(without_password(uri), found):
-            raise ConfigError(f"experiment {way_back}")
         return str(found.experiment_id)
     # Without this tag, the MLflow page opens the experiment at its traces.
     kind = {"mlflow.experimentKind": "custom_model_development"}

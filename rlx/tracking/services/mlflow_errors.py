@@ -11,9 +11,11 @@ from rlx.config.errors import one_line
 from rlx.tracking.base import Failure
 
 # Without BAD_REQUEST: MLflow also answers that when its database has run out of connections.
-# Nor RESOURCE_DOES_NOT_EXIST: a run whose id is known has been created, so another store answers than the right one.
 _REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS"}
-_DELETED = re.compile(r"^(?:INVALID_PARAMETER_VALUE: )?The (run|experiment) (\S+) must be in (?:the )?'active'")
+_DELETED = re.compile(  # what begins with "Could not" is said of folders of files
+    r"^(?:\w+: )?(?:The|Could not create run under non-active) (run|experiment) (?:with ID )?(\w+)"
+    r"(?: must be in (?:the )?'active'|\.)"
+)
 _REFUSED_UPLOADS = {400, 413}  # HTTP status of a refused artifact
 _CAUSE = re.compile(
     r"connection refused|timed out|connection reset|remote end closed|too many \d+ error responses"
@@ -24,7 +26,7 @@ _CAUSE = re.compile(
 
 def failure(error: Exception) -> Failure:
     """Which kind of failure it is that MLflow has not taken a record."""
-    if deleted(error):
+    if deleted(error) or is_purged(error):
         return Failure.DELETED
     http_status = getattr(getattr(error, "response", None), "status_code", None)
     refused = getattr(error, "error_code", None) in _REFUSALS or http_status in _REFUSED_UPLOADS
@@ -35,6 +37,11 @@ def deleted(error: Exception) -> tuple[str, str] | None:
     """Whether a run or an experiment is deleted, "run" or "experiment", and its id; None: the error is another one."""
     found = _DELETED.match(str(error))
     return (found[1], found[2]) if found else None
+
+
+def is_purged(error: Exception) -> bool:
+    """Whether there is no such run: it was deleted for good, or another store answers than the one that has it."""
+    return getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST"
 
 
 def cause(error: Exception) -> str:

@@ -32,11 +32,14 @@ PAUSED = "rlx.paused_ms"
 """the tag that says for how long a run has waited to be resumed, in all; its end is shown so much earlier"""
 CHANGED = "rlx.changed"
 """the tag of a run that goes on with other settings: those that differ from its params, as they are now"""
+_UNSET = "rlx.unset"
+"""the tag of a run that began without a value for settings that have one by default: their names"""
+_DIGEST = "rlx.description"
+"""the tag with a digest of the description that rlx gave a run last, by which it knows its own"""
 LONGEST_PARAM = 6000
 """characters; MLflow refuses longer values of parameters"""
 _LONGEST_TAG = 5000  # characters, as much as MLflow's databases take
 _DESCRIPTION = "mlflow.note.content"
-_BEGIN, _END = "PPO (", "when it has ended."  # of rlx's own descriptions of runs
 _DATA_SETS = {"training": "data.", "evaluation": "eval."}
 """by MLflow's word for what a data set is used for: the settings that make it"""
 _OF_ONE_SOURCE, _PARAMS = "data.source", "data.params"
@@ -108,7 +111,8 @@ def dress(client: Any, run_id: str, params: Mapping[str, str], tags: Mapping[str
     """
     if not (text := _description(params, tags)):
         return
-    set_description(client, run_id, text)
+    unset = ", ".join(sorted(_defaults().keys() - params.keys()))
+    _set_tags(client, run_id, _described(text) | ({_UNSET: unset[:_LONGEST_TAG]} if unset else {}))
     sources = _sources(params)
     uses = [(use, prefix, source) for use, prefix in _DATA_SETS.items() for source in sources or (None,)]
     client.log_inputs(run_id, [_data_set(params, *use) for use in uses])
@@ -117,29 +121,49 @@ def dress(client: Any, run_id: str, params: Mapping[str, str], tags: Mapping[str
 def tell_changes(client: Any, run: Any, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
     """Gives a run that goes on with other settings their description, and a tag with those that differ from its params.
 
-    MLflow's params cannot change: they are those of the first start. A description that a person has written, or added
-    to, stays.
+    MLflow's params cannot change: they are those of the first start. A description in which a person has changed a
+    character stays as it is, and so does that of a run which an earlier version began.
     """
-    changed = _changed(run.data.params, params)
+    changed = _changed(run.data, params)
     if not changed and CHANGED not in run.data.tags:
         return
-    client.set_tag(run.info.run_id, CHANGED, ", ".join(changed)[:_LONGEST_TAG])
-    text, present = _description(params, tags), run.data.tags.get(_DESCRIPTION, "")
-    own = present.startswith(_BEGIN) and present.endswith((_place(tags), _place({**tags, **run.data.tags}), _END))
-    if text and (own or not present):
-        set_description(client, run.info.run_id, text)
+    new, present = {CHANGED: ", ".join(changed)[:_LONGEST_TAG]}, run.data.tags.get(_DESCRIPTION, "")
+    if (text := _description(params, tags)) and _described(present)[_DIGEST] == run.data.tags.get(_DIGEST):
+        new |= _described(text)
+    _set_tags(client, run.info.run_id, new)
 
 
-def _changed(logged: Mapping[str, str], params: Mapping[str, str]) -> list[str]:
+def _described(text: str) -> dict[str, str]:
+    """The tags of a run with a description of rlx."""
+    return {_DESCRIPTION: text, _DIGEST: hashlib.sha256(text.encode()).hexdigest()[:8]}
+
+
+def _set_tags(client: Any, run_id: str, tags: Mapping[str, str]) -> None:
+    """Sets all tags in one request."""
+    from mlflow.entities import RunTag
+
+    client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+
+
+def _defaults() -> dict[str, str]:
+    """The settings that have a value by default, as params."""
+    return {key: str(value) for key, value in params_of(flatten(RunConfig())).items()}
+
+
+def _changed(data: Any, params: Mapping[str, str]) -> list[str]:
     """The settings that differ from a run's params, each with its value now; a sweep that goes on has given none.
 
-    What has no param was None, or is newer than the run, which was made with its default then.
+    What has no param was unset, or is newer than the run, which was made with its default then.
+
+    Args:
+        data: of the run, from MLflow.
     """
-    settings = flatten(RunConfig())
-    defaults = {key: str(value) for key, value in params_of(settings).items()}
-    before = defaults | {"train.shuffle_minibatches": "False"} | dict(logged)  # as runs older than it go on
+    unset = data.tags.get(_UNSET, "").split(", ")
+    known = {key: value for key, value in _defaults().items() if key not in unset}
+    before = known | {"train.shuffle_minibatches": "False"} | dict(data.params)  # as runs older than it go on
     changed = [f"{key} {value}" for key, value in params.items() if before.get(key) != value[:LONGEST_PARAM]]
-    return changed + [f"{key} unset" for key in logged if params and key in settings and key not in params]
+    settings = flatten(RunConfig())
+    return changed + [f"{key} unset" for key in data.params if params and key in settings and key not in params]
 
 
 def _description(params: Mapping[str, str], tags: Mapping[str, str]) -> str:
@@ -148,13 +172,9 @@ def _description(params: Mapping[str, str], tags: Mapping[str, str]) -> str:
         return ""
     named = ", ".join(f"{each.label} ({each.source})" for each in _sources(params)) or params["data.source"]
     size = f"{params['train.steps']} steps of {params['train.prompts_per_step']} prompts"
-    what = f"{_BEGIN}{params['algorithm.advantage']}) of {params['model.path']} on {named[:_MOST_NAMED]}: {size}"
-    text = f"{what} x {params['train.samples_per_prompt']} completions. {_place(tags)}"
+    what = f"PPO ({params['algorithm.advantage']}) of {params['model.path']} on {named[:_MOST_NAMED]}: {size}"
+    text = f"{what} x {params['train.samples_per_prompt']} completions. Kept in {tags['rlx.folder']}."
     return text + _how_to_read(params, tags["rlx.folder"])
-
-
-def _place(tags: Mapping[str, str]) -> str:
-    return f"Kept in {tags['rlx.folder']}."
 
 
 def _how_to_read(params: Mapping[str, str], folder: str) -> str:
@@ -167,7 +187,7 @@ def _how_to_read(params: Mapping[str, str], folder: str) -> str:
         words = [run_address(folder, storage)]
     to_read = ["rlx", "samples", *words]
     to_write = [*to_read, "--html", f"{name}.html"]
-    some = f"Some of them are in its artifact completions.html {_END}"
+    some = "Some of them are in its artifact completions.html when it has ended."
     return f" Its completions: `{shlex.join(to_read)}`; as a page: `{shlex.join(to_write)}`. {some}"
 
 

@@ -83,12 +83,11 @@ class TensorBoardService:
         writer.set_tags(tags)
         return run_id
 
-    def reopen_run(self, run_id: str, at: int, params: Mapping[str, str], tags: Mapping[str, str]) -> bool:
-        """Says that the run goes on, in a further file of its folder; False if it has none."""
-        if not (self.folder / run_id / _KEY_FILE).exists():
-            return False
+    def reopen_run(self, run_id: str, at: int, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
+        """Says that the run goes on, in a further file of its folder."""
+        if not (folder := self.folder / run_id / _KEY_FILE).exists():
+            raise FileNotFoundError(f"there is no {folder}")
         self.writer(run_id).reopen()
-        return True
 
     def writer(self, run_id: str) -> TensorBoardRun:
         """Opens a run for writing."""
@@ -96,7 +95,9 @@ class TensorBoardService:
             return run_at(self.folder / run_id)
 
     def failure(self, error: Exception) -> Failure:
-        """Whether another attempt is useless: a value is no number or text."""
+        """Which kind of failure it is: a value is no number or text, the run has no folder, or the disk is full."""
+        if isinstance(error, FileNotFoundError):
+            return Failure.DELETED
         return Failure.REFUSED if isinstance(error, TypeError | ValueError) else Failure.AWAY
 
     def cause(self, error: Exception) -> str:

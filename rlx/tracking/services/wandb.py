@@ -91,13 +91,12 @@ class WandbService:
         self.runs.open(run_id, name=name, group=group, job_type=kind, config=nested(params) | as_config(tags))
         return run_id
 
-    def reopen_run(self, run_id: str, at: int, params: Mapping[str, str], tags: Mapping[str, str]) -> bool:
+    def reopen_run(self, run_id: str, at: int, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
         """Opens the run again; W&B counts its steps on. An error of before is emptied: W&B's config loses no key."""
         self.runs.go_on(run_id)
         config = self.runs.open(run_id).config
         if _is_offline() or config.get(_config_key(ERROR_TAG)):  # offline, W&B does not know what it was told before
             config.update(as_config({ERROR_TAG: ""}), allow_val_change=True)
-        return True
 
     def writer(self, run_id: str) -> WandbRun:
         """Opens a run for writing."""
