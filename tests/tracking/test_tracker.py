@@ -490,6 +490,19 @@ def test_records_wait_while_a_run_in_a_folder_of_files_is_deleted(
     assert tracker.close(0) == 2
 
 
+def test_a_resume_waits_while_an_experiment_in_a_folder_of_files_is_deleted(
+    folder: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri, messages = f"file://{tmp_path}/mlruns", Messages()
+    assert opened_tracker(uri, folder).close(LONG_S) == 0
+    mlflow.client(uri).delete_experiment(tracked_run(uri, folder).experiment_id)
+    again = OutboxTracker([MLflowService(uri)], folder, "rank_0", messages.put)
+    open_run(again)
+    assert "experiment 'rlx' is deleted" in messages.next()
+    assert (again.close(LONG_S), again.is_away) == (1, False)
+
+
 def test_a_resume_of_a_deleted_run_creates_a_new_one(database: str, folder: Storage) -> None:
     messages = Messages()
     tracker = opened_tracker(database, folder)
