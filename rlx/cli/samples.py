@@ -6,7 +6,10 @@ Left out: what is kept and how it is chosen (rlx.samples).
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -162,7 +165,7 @@ def readable(text: str, characters: int | None) -> str:
 
 
 def write_page(args: argparse.Namespace) -> int:
-    """Writes a page of a run, or of two, and says where."""
+    """Writes a page of a run, or of two, and says where: on standard error, if the page is what is printed."""
     if args.worst or args.best or args.prompt is not None or args.full or args.held_out:
         raise ConfigError(
             "--html shows all kinds and has filters and orders itself: leave out all but --step, --against"
@@ -176,10 +179,18 @@ def write_page(args: argparse.Namespace) -> int:
         raise ConfigError(f"no step of run {' and run '.join(names)} has kept a completion: {_SHARE}")
     title = f"Completions of run {' and run '.join(names)}"
     facts = {name: f"{run.path}/completions" for name, run in runs}
+    told = sys.stderr if is_printed(file) else sys.stdout
     try:
         rewrite_file(file, page.completions_page(title, shown, facts).encode())
     except OSError as error:  # a full disk; what was there stays
         raise ConfigError(f"--html {file} cannot be written: {one_line(error)}") from None
     count, kept = sum(len(step.rows) for step in shown), sum(step.kept for step in shown)
-    print(f"{count} of {kept} completions of {len(shown)} steps and evaluations are in {file}")
+    print(f"{count} of {kept} completions of {len(shown)} steps and evaluations are in {file}", file=told)
     return 0
+
+
+def is_printed(file: Path) -> bool:
+    """Whether what is written into a file goes where standard output goes."""
+    with suppress(OSError):
+        return os.path.samestat(file.stat(), os.fstat(1))
+    return False

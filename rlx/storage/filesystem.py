@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import time
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from pyarrow import fs
 
@@ -24,6 +25,7 @@ from rlx.config.errors import one_line
 T = TypeVar("T")
 _ATTEMPTS = 6
 """attempts of `retry`; the waits between them are 1, 2, 4, 8 and 16 s"""
+_DESCRIPTORS = re.compile(r"/proc/(\d+)/fd")  # the folder of what a process has open
 
 
 class StorageError(ValueError):
@@ -116,17 +118,40 @@ def write_bytes(file: Storage, content: bytes) -> None:
 
 
 def rewrite_file(file: Path, content: bytes) -> None:
-    """Writes a file that a person names, which stays what it is: a link leads where it led, a mode is kept.
+    """Writes a file that a person names, which stays what it is: a link leads where it led, mode and owner are kept.
 
-    A plain file is replaced at once, if its folder lets it. A pipe, a terminal or what this process has open
-    (/dev/stdout) is written to.
+    A plain file of this user is replaced at once, if its folder lets it; another one is written over. What is open
+    (/dev/stdout, /dev/fd/3) is gone on with, and a pipe or a terminal is written to.
     """
-    is_open = any(folder in file.absolute().parents for folder in (Path("/dev"), Path("/proc")))
-    can_replace = os.access(os.path.dirname(os.path.realpath(file)), os.W_OK)
-    if file.exists() and (is_open or not file.is_file() or not can_replace):
-        file.write_bytes(content)
+    if file.exists() and (stream := _opened(file)):
+        with stream:
+            stream.write(content)
+        return
+    place = Path(os.path.realpath(file))
+    known = place.stat() if place.exists() else None
+    if known is None:
+        replace_file(place, content)
+    elif place.is_file() and known.st_uid == os.geteuid() and _may_write(place) and _may_write(place.parent):
+        replace_file(place, content, known.st_mode)
     else:
-        replace_file(Path(os.path.realpath(file)), content, file.stat().st_mode if file.exists() else None)
+        place.write_bytes(content)
+
+
+def _opened(file: Path) -> BinaryIO | None:
+    """A stream that goes on with what a path names as open: /dev/stdout, /dev/fd/3, /proc/1/fd/1; None for a file.
+
+    What this process has open is written to where it stands, and stands behind it for others who share it.
+    """
+    while not (found := _DESCRIPTORS.fullmatch(os.path.realpath(file.parent))):
+        if not file.is_symlink():
+            return None
+        file = file.parent / os.readlink(file)
+    is_own = int(found[1]) == os.getpid()
+    return os.fdopen(os.dup(int(file.name)), "wb") if is_own else file.open("ab")
+
+
+def _may_write(file: Path) -> bool:
+    return os.access(file, os.W_OK, effective_ids=True)
 
 
 def replace_file(file: Path, content: bytes, mode: int | None = None) -> None:

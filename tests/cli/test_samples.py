@@ -3,6 +3,7 @@
 import os
 import resource
 import stat
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -176,9 +177,38 @@ def test_a_page_is_written_into_what_its_file_is(
         write(pipe)
         assert read.result(30) == page.read_text() and pipe.is_fifo()
     with log.open("w") as stream:
-        write(f"/dev/fd/{stream.fileno()}")
+        for place in (f"/dev/fd/{stream.fileno()}", f"/proc/{os.getpid()}/fd/{stream.fileno()}"):
+            stream.write("before\n")
+            stream.flush()
+            write(place)
+        stream.write("after")
         assert os.path.samestat(os.fstat(stream.fileno()), log.stat())
-    assert log.read_text() == page.read_text()
+    assert log.read_text() == f"before\n{page.read_text()}" * 2 + "after"
+    with log.open("w") as stream, subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=stream) as other:
+        stream.write("before\n")
+        stream.flush()
+        write(f"/proc/{other.pid}/fd/1")
+        other.communicate()
+    assert log.read_text() == f"before\n{page.read_text()}"
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_page_that_is_printed_is_told_of_on_standard_error(
+    is_link: bool, storage: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What went into the same file before and after stays."""
+    (tmp_path / "link").symlink_to("/dev/stdout")
+    print("before", flush=True)
+    assert (
+        main(["samples", "one", "--storage", storage, "--html", str(tmp_path / "link") if is_link else "/dev/fd/1"])
+        == 0
+    )
+    print("after", flush=True)
+    out, err = capfd.readouterr()
+    assert out.startswith("before\n<!doctype html>") and out.endswith("</html>after\n")
+    assert err.endswith(
+        " completions of 3 steps and evaluations are in " + str(tmp_path / "link" if is_link else "/dev/fd/1") + "\n"
+    )
 
 
 def test_steps_that_kept_nothing_are_passed_over(
