@@ -31,7 +31,7 @@ _S3_ATTEMPTS = 5  # of one request; the SDK waits longer each time
 
 _BELOW = re.compile(
     r"(?P<storage>(\w+://)?+/?[^/].*?)(/sweeps/[^/]+)?"  # a storage is a folder; `?+` keeps :// from being one
-    r"/runs/(?!step_\d+([/?]|$))[^/?]+(/step_\d+)?/?(?P<options>\?.*)?"  # of checkpoints alone are no runs
+    r"/runs/(?!step_\d+(/|$))[^/]+(/step_\d+)?/?"  # of checkpoints alone are no runs
 )
 _SCHEMES, _SCHEME = ("file", "s3"), re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/{1,2})")
 
@@ -87,8 +87,9 @@ def join_address(address: str, *names: str) -> str:
 
 def storage_above(address: str) -> str | None:
     """Returns the address of the storage that a run, a trial or a checkpoint lies in; None for what lies elsewhere."""
-    found = _BELOW.fullmatch(address)
-    return found["storage"] + (found["options"] or "") if found else None
+    path = without_options(address)
+    found = _BELOW.fullmatch(path)
+    return found["storage"] + address[len(path) :] if found else None
 
 
 def without_options(address: str) -> str:

@@ -1,9 +1,11 @@
 """Addresses of storage, and files on a local one and on a real S3 server that fails when it is told to."""
 
+import os
 import pickle
 import random
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -16,7 +18,7 @@ import s3
 
 from rlx.storage import addresses
 from rlx.storage.addresses import local_folder, open_storage, resolve_address
-from rlx.storage.filesystem import Storage, StorageError, check_writable, free_name, retry
+from rlx.storage.filesystem import Storage, StorageError, check_writable, free_name, retry, rewrite_file
 
 
 def test_a_folder_is_made_and_holds_files(tmp_path: Path) -> None:
@@ -70,6 +72,40 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may be another user")
+def test_a_page_of_another_user_keeps_its_owner_and_may_be_kept_from_others() -> None:
+    """Also where nobody may replace it: in a folder such as /tmp, or in one that cannot be written."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shared, read_only, own = (folder / each for each in ("shared", "read_only", "own"))
+        for file, mode in ((shared, 0o666), (read_only, 0o444), (own, 0o600)):
+            file.write_text("of before, and longer")
+            file.chmod(mode)
+        os.chown(own, 65534, 65534)
+        for mode in (0o1777, 0o777, 0o755):
+            folder.chmod(mode)
+            os.seteuid(65534)
+            try:
+                rewrite_file(shared, b"page")
+                rewrite_file(own, b"page")
+                with pytest.raises(PermissionError, match=str(read_only)):
+                    rewrite_file(read_only, b"page")
+            finally:
+                os.seteuid(0)
+            assert (shared.read_text(), shared.stat().st_uid, own.read_text()) == ("page", 0, "page")
+            assert read_only.read_text() == "of before, and longer"
+            assert sorted(each.name for each in folder.iterdir()) == ["own", "read_only", "shared"]
+
+
+def test_a_page_in_shared_memory_is_replaced_at_once() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        file = Path(folder, "page.html")
+        file.write_text("of before")
+        with file.open() as reader:
+            rewrite_file(file, b"page")
+            assert (reader.read(), file.read_text()) == ("of before", "page")
+
+
 def fetch(file: Storage, target: Path) -> None:
     with file.filesystem.open_input_stream(file.path) as stream:
         target.write_bytes(stream.read())
@@ -114,6 +150,8 @@ def test_the_local_folder_is_the_storage_or_beside_a_remote_one(
         ("/backup/runs/step_000010", None),
         ("s3://bucket/runs/step_000010?region=a", None),
         ("/backup/step_000010", None),
+        ("/a/runs/good?", "/a"),
+        ("/a/st?x/sweeps/b?/runs/good?/step_000010", "/a/st?x"),
     ],
 )
 def test_a_storage_above_a_run_is_a_folder_or_a_bucket(address: str, above: str | None) -> None:
