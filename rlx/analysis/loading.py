@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 import typing
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ import pandas as pd
 
 from rlx.config.errors import ConfigError, nearest, printable
 from rlx.config.loading import from_tree, parse_yaml, setting_at, with_overrides
-from rlx.config.run import LONGEST_NAME, RUN_NAME, RunConfig
+from rlx.config.run import RunConfig, valid_name
 from rlx.config.sections.base import flatten
 from rlx.config.sweep import DEFAULT_METRIC, PROGRESS, Mode, RungUnit
 from rlx.tracking.base import ERROR_TAG, RunStatus, TrackedRun
@@ -168,7 +167,7 @@ def load_sweep(uri: str, experiment: str, name: str | None = None, metrics: Sequ
         hint = nearest(name or "", [run.name for run in sweep_runs])
         raise ConfigError(f"no sweep {name!r} in experiment {experiment!r}{hint}")
     # A folder of its analysis has the name, too.
-    if not re.fullmatch(RUN_NAME, parent.name) or len(parent.name) > LONGEST_NAME:
+    if valid_name(parent.name) != parent.name:
         raise ConfigError(f"no sweep of rlx has such a name: {printable(parent.name)}")
     attempts = _attempts_by_trial(uri, parent)
     if not attempts:

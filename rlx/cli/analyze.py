@@ -6,7 +6,6 @@ Left out: the analysis itself (rlx.analysis).
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from rlx.cli.arguments import terminal_width
 from rlx.cli.options import CommandParser, exit_code
 from rlx.config.errors import ConfigError
-from rlx.config.run import RUN_NAME, storage_words
+from rlx.config.run import storage_words, valid_name
 from rlx.config.sections.records import TrackingConfig
 from rlx.config.sweep import Mode, metric_name
 from rlx.storage import signatures
@@ -129,7 +128,7 @@ def judged_by(args: argparse.Namespace, sweep: Sweep) -> tuple[str, Mode]:
 
 def _not_own(runs: Storage, trial: Trial, tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings of a trial that name code, models or addresses, unless this user has signed them."""
-    is_name = re.fullmatch(RUN_NAME, trial.name) is not None
+    is_name = valid_name(trial.name) == trial.name
     return {} if is_name and signatures.is_own_folder(runs / trial.name, tree) else signatures.powers(tree)
 
 

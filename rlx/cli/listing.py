@@ -24,7 +24,7 @@ from rlx.cli.arguments import add_storage, terminal_width
 from rlx.cli.options import CommandParser, exit_code
 from rlx.config.errors import ConfigError, where_looked
 from rlx.config.loading import from_tree
-from rlx.config.run import RunConfig, storage_words
+from rlx.config.run import RunConfig, storage_words, valid_name
 from rlx.config.sweep import DEFAULT_METRIC
 from rlx.runs import run_folder
 from rlx.runs.run_folder import finished_metrics, saved_config
@@ -211,7 +211,7 @@ def commands(run: StoredRun, storage: str) -> list[str]:
     by_name = "/" not in run.label
     options = storage_words(storage) if by_name else []
     lines = []
-    if by_name and run.config:
+    if by_name and run.config and run.label == valid_name(run.label):  # a folder that was renamed may not go on
         # A run that has done all its steps continues if it is given more.
         more = ["--train.steps", str(2 * run.steps_done)] if run.steps_done >= run.config.train.steps else []
         lines.append(["train", "--resume", run.label, *more, *options])

@@ -39,15 +39,21 @@ _UNSPACED = re.compile(r"(.+:)[-+.\d]\S*")  # an entry such as numeric:1, which 
 _CHANGING = ("algorithm", "train", "rollout")
 """the sections that may have schedules"""
 
-RUN_NAME, LONGEST_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$", 128
-"""what runs and sweeps are called, and with them their folders"""
+LONGEST_NAME = 128
+"""characters of the name of a run or sweep"""
+
+
+def valid_name(text: str) -> str:
+    """The text if runs and sweeps, and with them their folders, may be called so; else the nearest that they may be."""
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text) and len(text) <= LONGEST_NAME:
+        return text
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-")[:LONGEST_NAME].rstrip("-") or "run"
 
 
 def _check_name(name: str) -> str:
-    if not re.fullmatch(RUN_NAME, name):
-        near = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-").rstrip("-")
-        hint = f"; nearest: {near}" if near else ""
-        raise ValueError(f"a name has only letters (A-Z, a-z), digits, . _ - and begins with a letter or digit{hint}")
+    if (near := valid_name(name)) != name:
+        letters = "a name has only letters (A-Z, a-z), digits, . _ - and begins with a letter or digit"
+        raise ValueError(f"{letters}; nearest: {near}")
     return name
 
 

@@ -18,6 +18,7 @@ from pyarrow import fs
 
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
+from rlx.config.run import LONGEST_NAME, valid_name
 from rlx.replay.recorded import RecordedRun
 from rlx.runs import launch, preflight, run_folder
 from rlx.runs.launch import RunResult
@@ -45,6 +46,7 @@ MOVABLE = (
     "wait_for_resources",
 )
 """settings that name what a step needs, and may name another place of the same"""
+_ROOM = 32  # characters of a branch's name for what follows its stem
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,11 @@ class Branch:
         return with_overrides(tree, {"checkpoint.init_from": address, "checkpoint.init_state": "all"})
 
 
+def stem(run: RecordedRun) -> str:
+    """What names of its branches begin with: its name, or the nearest one, if a person has renamed its folder."""
+    return valid_name(run.name)[: LONGEST_NAME - _ROOM]
+
+
 def branch_to(run: RecordedRun, step: int, *, trust: bool = False) -> Branch:
     """The shortest branch that ends with a step.
 
@@ -127,7 +134,7 @@ class Scratch:
     def placed(self, branch: Branch) -> Branch:
         """The branch as a run there; it keeps the completions of all its prompts, and its last weights."""
         own = {
-            "name": f"{branch.run.name}-{branch.until}",
+            "name": f"{stem(branch.run)}-{branch.until}",
             "storage": self.address,
             "checkpoint.every": 0,
             "tracking.backends": ("mlflow",),
@@ -145,7 +152,7 @@ def scratch(run: RecordedRun, *, keep: bool = False) -> Iterator[Scratch]:
     Args:
         keep: the storage stays, without the database.
     """
-    name = f"{run.name}-{uuid.uuid4().hex[:8]}"
+    name = f"{stem(run)}-{uuid.uuid4().hex[:8]}"
     folder = open_storage(run.storage, create=False) / REPLAYS / name
     with tempfile.TemporaryDirectory(prefix="rlx-replay-") as records:
         try:

@@ -109,10 +109,10 @@ def _has_effect(key: str, tree: Mapping[str, Any], changes: Mapping[str, Any]) -
 
 def pair_names(runs: Storage, run: RecordedRun, step: int) -> tuple[str, str]:
     """Returns the first free names of a control and of the branch beside it."""
-    taken, number = set(runs.names()), 1
-    while {f"{run.name}-at-{step}-{number}.{kind}" for kind in ("control", "changed")} & taken:
+    start, taken, number = f"{branches.stem(run)}-at-{step}", set(runs.names()), 1
+    while {f"{start}-{number}.{kind}" for kind in ("control", "changed")} & taken:
         number += 1
-    return f"{run.name}-at-{step}-{number}.control", f"{run.name}-at-{step}-{number}.changed"
+    return f"{start}-{number}.control", f"{start}-{number}.changed"
 
 
 def paired_evaluations(control: Storage, changed: Storage, after: int) -> list[Paired]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,9 +17,8 @@ from typing import Any, TypeVar
 from rlx.config.errors import ConfigError, nearest, one_line
 from rlx.config.experiment import following_engines, tell_followers
 from rlx.config.loading import from_tree, parse_yaml, with_overrides
-from rlx.config.run import RUN_NAME, RunConfig
+from rlx.config.run import RunConfig, valid_name
 from rlx.config.sections.base import differences, flatten
-from rlx.config.sections.records import CheckpointConfig
 from rlx.config.sweep import DEFAULT_METRIC
 from rlx.data import sources
 from rlx.rewards.custom import RewardError, brief
@@ -87,7 +85,7 @@ def find(runs: Storage, name: str) -> Storage:
     names = runs.names()
     if name in names and holds_run(runs / name):  # whatever somebody has renamed its folder to
         return runs / name
-    if name in names and re.fullmatch(RUN_NAME, name) and (runs / name).size() is None:  # no file of a desktop
+    if name in names and name == valid_name(name) and (runs / name).size() is None:  # no file of a desktop
         interrupted = f"has not begun, its start was interrupted: rlx train --name {name} begins it"
         state = f"is being started by {holder}" if (holder := claims.holder(runs / name)) else interrupted
         raise ConfigError(f"run {name!r} in {runs.path} {state}")
@@ -217,6 +215,8 @@ def saved_run(
         raise ConfigError(f"name {overrides['name']}: run {name!r} keeps its name; --from {name} starts another one")
     check_stays(f"run {name!r}", storage, overrides)
     folder = find(open_storage(storage) / "runs", name)
+    if (valid := valid_name(name)) != name:
+        raise ConfigError(f"run {name!r} goes on by no such name: rename {folder.path} to {valid} first")
     with claims.take(folder, f"run {name!r}"):
         saved = saved_config(folder)
         if not (trust or signatures.is_own_folder(folder, saved)):
@@ -249,12 +249,12 @@ def _check_checkpoints(folder: Storage) -> None:
 
     A run that was killed before its first one was complete has had none, and begins again.
     """
-    saved = checkpoint_catalog.settled_checkpoints(folder)
+    had_some = (folder / checkpoint_catalog.SAVED).exists() or finished_metrics(folder, 0) is not None
+    saved = checkpoint_catalog.settled_checkpoints(folder, had_some)
     if saved and not any(entry.manifest for entry in saved):
         newest = f"the newest, {saved[-1].name}, cannot be used: {saved[-1].problem}"
         instead = "put its files back, or start a new run"
         raise ConfigError(f"run {folder.name!r} has no whole checkpoint in {folder.path}: {newest}; {instead}")
-    had_some = (folder / checkpoint_catalog.SAVED).exists() or finished_metrics(folder, 0)
     if had_some and not saved:
         raise ConfigError(
             f"run {folder.name!r} has had checkpoints, and none of them is left in {folder.path}: put one back with "
@@ -303,7 +303,7 @@ def checkpoint_of(which: str, storage: str) -> tuple[str, CheckpointEntry]:
         if os.path.isfile(f"{run}/config.json") and not (runs / run).exists():  # a model, which the error says
             return checkpoint_of(f"./{which}", storage)
         folder = find(runs, run)
-    settings = _checkpoint_settings(folder)
+    settings = (from_tree(saved_config(folder)) if holds_run(folder) else RunConfig()).checkpoint
     best_by = settings.best_by or DEFAULT_METRIC
     entry = checkpoint_catalog.find_checkpoint(folder, step, best_by, settings.best_mode)
     return join_address(address, entry.name), entry
@@ -393,8 +393,3 @@ def _complete(checkpoint: CheckpointEntry) -> CheckpointEntry:
     if not checkpoint.manifest:
         raise ConfigError(f"checkpoint {checkpoint.folder.path} is not complete: {checkpoint.problem}")
     return checkpoint
-
-
-def _checkpoint_settings(folder: Storage) -> CheckpointConfig:
-    """Returns the section that says which checkpoint of a run is its best."""
-    return from_tree(saved_config(folder)).checkpoint if holds_run(folder) else RunConfig().checkpoint

@@ -135,14 +135,17 @@ def saved_checkpoints(run: Storage) -> list[CheckpointEntry]:
     return [entry for entry in list_checkpoints(run) if entry.state is not CheckpointState.UNFINISHED]
 
 
-def settled_checkpoints(run: Storage) -> list[CheckpointEntry]:
+def settled_checkpoints(run: Storage, had_some: bool) -> list[CheckpointEntry]:
     """Returns the same checkpoints; if a run has had some and none of them is whole, it looks again after a while.
+
+    Args:
+        had_some: whether something else shows that the run has had some.
 
     Raises:
         StorageError: another version of rlx wrote one of them.
     """
     saved = saved_checkpoints(run)
-    if any(entry.manifest for entry in saved) or not (saved or (run / SAVED).exists()):
+    if any(entry.manifest for entry in saved) or not (saved or had_some):
         return saved
     time.sleep(SECOND_READ_S)
     return saved_checkpoints(run)

@@ -132,6 +132,14 @@ def test_commands_go_on_from_a_run(storage: str, shown: Shown) -> None:
     assert run_folder.checkpoint_of("try1@best", "kept")[1].step == 10
 
 
+def test_a_run_whose_folder_was_renamed_is_not_resumed_by_that_name(storage: str, shown: Shown) -> None:
+    Path(storage, "runs/try1").rename(Path(storage, "runs/try1 copy"))
+    assert commands(shown("try1 copy", "--storage", storage)) == [
+        ["rlx", "train", "--from", "try1 copy@best", "--storage", "kept"],
+        ["rlx", "export", "try1 copy", "--checkpoint", "best", "--storage", "kept"],
+    ]
+
+
 def test_the_usual_storage_need_not_be_named(storage: str, shown: Shown) -> None:
     Path(storage).rename("storage")
     assert commands(shown("try1"))[1:] == [

@@ -142,7 +142,7 @@ def test_a_bad_value_is_refused_in_one_line_with_its_key_and_what_is_allowed(
 
 
 def test_a_name_that_no_folder_can_have_is_answered_with_the_nearest() -> None:
-    for name, end in (("a b", "; nearest: a-b"), ("..a b/c ", "; nearest: a-b-c"), ("ü", "a letter or digit")):
+    for name, end in (("a b", "; nearest: a-b"), ("..a b/c ", "; nearest: a-b-c"), ("ü", "; nearest: run")):
         with pytest.raises(ConfigError, match=f"{end}$"):
             from_tree({"name": name})
 

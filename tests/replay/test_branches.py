@@ -12,7 +12,7 @@ from test_run_folder import settings
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.sections.data import EvalConfig, EvalSetConfig
-from rlx.replay import branches
+from rlx.replay import branches, pairs
 from rlx.replay.recorded import RecordedRun
 from rlx.runs import launch, run_folder
 from rlx.storage.addresses import open_storage
@@ -43,6 +43,20 @@ def test_a_replay_lies_beside_the_run_and_leaves_nothing(run: RecordedRun, tmp_p
         (folder / "runs" / "a-13" / "file").write_text("x")
     assert not folder.exists() and folder.parent.exists()
     assert not Path(place.uri.removeprefix("sqlite:///")).parent.exists()
+
+
+@pytest.mark.parametrize(("name", "stem"), [("a copy", "a-copy"), ("ä", "run"), ("a?", "a"), ("b" * 150, "b" * 96)])
+def test_a_run_whose_folder_was_renamed_is_replayed_under_a_name_that_a_run_can_have(
+    name: str, stem: str, run: RecordedRun, tmp_path: Path
+) -> None:
+    (tmp_path / "storage" / "runs" / "a").rename(tmp_path / "storage" / "runs" / name)
+    renamed = RecordedRun.read(name, str(tmp_path / "storage"))
+    with branches.scratch(renamed) as place:
+        config = place.placed(branches.branch_to(renamed, 13)).prepare().config
+        assert config.name == f"{stem}-13" and config.checkpoint.init_from == f"{renamed.folder.path}/step_000010"
+        assert Path(place.address).name.startswith(f"{stem}-")
+    names = pairs.pair_names(open_storage(str(tmp_path / "storage")) / "runs", renamed, 10)
+    assert names == (f"{stem}-at-10-1.control", f"{stem}-at-10-1.changed")
 
 
 def test_a_replay_can_be_kept(run: RecordedRun) -> None:
