@@ -11,8 +11,9 @@ from rlx.config.run import RunConfig
 
 def add_storage(parser: argparse.ArgumentParser, kept: str = "runs") -> None:
     """Adds --storage, the address where runs are kept, or what else `kept` names."""
-    shown = f"where {kept} are kept (default: %(default)s)"
-    parser.add_argument("--storage", metavar="ADDRESS", default=RunConfig().storage, help=shown)
+    usual = RunConfig().storage
+    shown = f"where {kept} are kept (default: {usual})"
+    parser.add_argument("--storage", metavar="ADDRESS", default=usual, help=shown)
 
 
 def positive_int(text: str) -> int:

@@ -9,6 +9,7 @@ import argparse
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rlx.cli import listing
@@ -18,12 +19,13 @@ from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
 from rlx.runs import run_folder
-from rlx.runs.preflight import tracking_uri
 from rlx.storage import signatures
 from rlx.storage.addresses import local_folder, storage_above
 from rlx.storage.checkpoint_catalog import CheckpointEntry
+from rlx.storage.filesystem import StorageError
 from rlx.tracking.services import artifact_places, mlflow, mlflow_errors
 from rlx.tracking.services.mlflow import MLflowService
+from rlx.tracking.services.reachable import check_mlflow
 
 SHOWN = (*listing.LISTED_METRICS, "eval/ema/accuracy")
 
@@ -49,6 +51,7 @@ def _argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--adapter", action="store_true", help="the adapters alone, as peft loads them")
     parser.add_argument("--register", metavar="NAME", help="also a new version of this registered model in MLflow")
     add_storage(parser)
+    parser.set_defaults(storage=None)  # what is given comes before what a checkpoint's address and settings say
     parser.add_argument(
         "--trust",
         action="store_true",
@@ -62,11 +65,12 @@ def write(args: argparse.Namespace) -> int:
     """Finds the checkpoint, exports it, and prints what it is and how to load it."""
     check_model_name(args.register)
     out = free_folder(args, args.out) if args.out else None
-    address, checkpoint = run_folder.checkpoint_of(which(args.run, args.checkpoint), args.storage)
+    usual = args.storage or RunConfig().storage
+    address, checkpoint = run_folder.checkpoint_of(which(args.run, args.checkpoint), usual)
     manifest = checkpoint.manifest
     assert manifest
-    check_recorded(args.register, manifest.mlflow_run_id)
     config = run_config(args, address, checkpoint)
+    uri = registry(args, config.tracking.uri, address, checkpoint) if args.register else ""
     folder = out or free_folder(args, default_folder(args, f"{config.name}-{checkpoint.name}"))
     from rlx.runs import export  # slow to import
 
@@ -77,9 +81,7 @@ def write(args: argparse.Namespace) -> int:
     print(f"largest difference of a log-probability from the trainer's: {difference:.2g}")
     print(f"load it: {loading(folder, args.adapter)}")
     if args.register:
-        assert manifest.mlflow_run_id
-        uri = tracking_uri(config.tracking, tracking_storage(args, address, checkpoint))
-        version = registered(uri, manifest.mlflow_run_id, folder, args.register)
+        version = registered(uri, str(manifest.mlflow_run_id), folder, args.register)
         print(f"registered as {args.register}, version {version}: {MLflowService(uri).browse_command()}")
     return 0
 
@@ -94,39 +96,73 @@ def check_model_name(name: str | None) -> None:
     )
 
 
-def check_recorded(name: str | None, run_id: str | None) -> None:
-    """Raises ConfigError if a model is to be registered, and MLflow has no run of its checkpoint."""
-    if name is not None and run_id is None:
-        raise ConfigError(
-            f"--register {name}: MLflow has no run of this checkpoint: it had not answered when the checkpoint was "
-            f"written, or tracking.backends left it out; without --register it is exported all the same"
-        )
-
-
 def run_config(args: argparse.Namespace, address: str, checkpoint: CheckpointEntry) -> RunConfig:
-    """Returns the config of the checkpoint's run, with the address of the storage that it lies in today.
+    """Returns the config of the checkpoint's run, with the address of a storage for its model.
 
-    That of a checkpoint which lies elsewhere is --storage, for its model: what it was written in may be another
-    person's choice.
+    That is --storage, or the one that the checkpoint lies in today: what it was written in may be another person's
+    choice.
     """
     tree = run_folder.inherited_settings(checkpoint, print, trust=args.trust, used=signatures.USED_BY_EXPORTS)
     config = from_tree(tree, f"checkpoint {checkpoint.name}")
-    return config.model_copy(update={"storage": storage_above(address) or args.storage})
+    return config.model_copy(update={"storage": args.storage or storage_above(address) or RunConfig().storage})
+
+
+def registry(args: argparse.Namespace, uri: str | None, address: str, checkpoint: CheckpointEntry) -> str:
+    """Returns the address of the MLflow store that has the checkpoint's run: before the export, which takes long.
+
+    Args:
+        uri: what `tracking.uri` of the checkpoint's run says.
+
+    Raises:
+        ConfigError: MLflow has no such run, or does not answer.
+    """
+    manifest, as_well = checkpoint.manifest, "without --register it is exported all the same"
+    assert manifest
+    if manifest.mlflow_run_id is None:
+        raise ConfigError(
+            f"--register {args.register}: MLflow has no run of this checkpoint: it had not answered when the "
+            f"checkpoint was written, or tracking.backends left it out; {as_well}"
+        )
+    instead = ""
+    if not uri:
+        folder = local_folder(tracking_storage(args, address, checkpoint))
+        uri = artifact_places.database_uri(folder / artifact_places.DATABASE)
+        instead = "--storage names another storage; "
+    check_mlflow(uri)
+    try:
+        if (file := artifact_places.database(uri)) and not file.exists():  # which a look would make
+            raise ConfigError("there is no such database")
+        mlflow.get_run(uri, manifest.mlflow_run_id)
+    except Exception as error:  # each kind of MLflow store has its own errors
+        where = mlflow_errors.without_password(uri)
+        raise ConfigError(
+            f"--register {args.register}: MLflow at {where}: {mlflow_errors.cause(error)}; {instead}{as_well}"
+        ) from None
+    return uri
 
 
 def tracking_storage(args: argparse.Namespace, address: str, checkpoint: CheckpointEntry) -> str:
     """Returns the address of the storage that has the MLflow database with the checkpoint's run.
 
-    It is the one that the checkpoint lies in. One that lies elsewhere was copied out of the storage that it was
-    written in, which is believed if this user has written it, or trusts it, and the database is there; else it is
-    --storage.
+    It is --storage, or the one that the checkpoint lies in. One that lies elsewhere was copied out of the storage that
+    it was written in, which is believed if this user has written it, or trusts it, and the database is there.
     """
     manifest = checkpoint.manifest
     assert manifest
+    if known := args.storage or storage_above(address):
+        return str(known)
     recorded = str(manifest.config["storage"])
     is_own = args.trust or signatures.is_own(manifest.config, manifest.signature)
-    is_there = is_own and (local_folder(recorded) / artifact_places.DATABASE).is_file()
-    return storage_above(address) or (recorded if is_there else args.storage)
+    return recorded if is_own and has_database(recorded) else RunConfig().storage
+
+
+def has_database(storage: str) -> bool:
+    """Whether a storage is a folder of this machine that has an MLflow database, and this user may look into it."""
+    if not storage.startswith(("/", "file://")):
+        return False
+    with suppress(OSError, StorageError):
+        return (local_folder(storage) / artifact_places.DATABASE).is_file()
+    return False
 
 
 def default_folder(args: argparse.Namespace, name: str) -> str:

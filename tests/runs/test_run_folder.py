@@ -380,40 +380,104 @@ def test_a_name_that_mlflow_does_not_take_is_refused_before_the_export(
 
 
 def test_a_checkpoint_does_not_choose_the_storage_of_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was moved, or somebody else has written it: the tiny model is that of the storage it lies in."""
+    """It was moved, or somebody else has written it: its model is that of the storage it lies in, or of a given one."""
     used = list[str]()
     monkeypatch.setattr(preflight, "model_folder", lambda path, storage: used.append(storage) or "no such model")
-    run = tmp_path / "s" / "sweeps" / "lr" / "runs" / "a"
+    run, given = tmp_path / "s" / "sweeps" / "lr" / "runs" / "a", str(tmp_path / "x")
     for folder in (run, tmp_path / "a copy"):
         put(folder, 5, storage="/victim")
-        for given in (None, str(tmp_path / "x")):
+        for storage in (None, given):
             with pytest.raises(ConfigError, match="no such model"):
-                rlx.load_model(folder / "step_000005", storage=given)
-        args = export._argument_parser().parse_args([f"{folder}@5", "--storage", "mine"])
-        used.append(export.run_config(args, *run_folder.checkpoint_of(args.run, args.storage)).storage)
-    above, given = str(tmp_path / "s"), str(tmp_path / "x")
-    assert used == [above, given, above, RunConfig().storage, given, "mine"]
+                rlx.load_model(folder / "step_000005", storage=storage)
+            args = export._argument_parser().parse_args([f"{folder}@5", *(["--storage", storage] if storage else [])])
+            used.append(export.run_config(args, *run_folder.checkpoint_of(args.run, "")).storage)
+    above = str(tmp_path / "s")
+    assert used == [above, above, given, given, *[RunConfig().storage] * 2, given, given]
 
 
-def test_a_copied_checkpoint_is_registered_where_its_run_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The folders of the databases in which models are registered; models, and MLflow, would take long to show."""
+    folders = list[str]()
+    monkeypatch.setattr("rlx.runs.export.export", lambda *_: 0.0)
+    monkeypatch.setattr("rlx.tracking.services.mlflow.get_run", lambda *_: None)
+    monkeypatch.setattr(export, "registered", lambda uri, *_: folders.append(str(Path(uri[10:]).parent)) or "1")
+    return folders
+
+
+def recorded_at(folder: Path, signature: str = "", **changes: Any) -> str:
+    """A checkpoint that MLflow has a run of; returns its folder."""
+    entry = put(folder, 5, signature=signature, **changes)
+    assert entry.manifest
+    checkpoint_catalog.commit(entry.folder, entry.manifest.model_copy(update={"mlflow_run_id": "1"}))
+    return entry.folder.path
+
+
+def with_database(*folders: Path) -> None:
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "mlflow.db").touch()
+
+
+def test_a_copied_checkpoint_is_registered_where_its_run_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registered: list[str]
+) -> None:
     """Not somebody else's: who wrote it would choose the database."""
-    used = list[str]()
-    monkeypatch.setattr("rlx.runs.export.export", lambda *_: 0.0)  # which models, and MLflow, take long to show
-    monkeypatch.setattr(export, "registered", lambda uri, *_: used.append(uri) or "1")
-    written = {"name": "a", "storage": f"{tmp_path}/written"}
-    (tmp_path / "written").mkdir()
-    (tmp_path / "written" / "mlflow.db").touch()
-    for place, signature in (("copy", Signer.new().sign(settings(**written))), ("other", "x:y"), ("moved/runs/a", "")):
-        entry = put(tmp_path / place, 5, signature=signature, **written)
-        assert entry.manifest
-        checkpoint_catalog.commit(entry.folder, entry.manifest.model_copy(update={"mlflow_run_id": "1"}))
-        for trust in ((), ("--trust",)):
-            words = ("--register", "m", "--storage", f"{tmp_path}/mine", "--out", f"{tmp_path}/out")
-            assert export.main([entry.folder.path, *words, *trust]) == 0
-    places = [uri.removeprefix(f"sqlite:///{tmp_path}/").removesuffix("/mlflow.db") for uri in used]
-    assert places == ["written", "written", "mine", "written", "moved", "moved"]
-    (tmp_path / "written" / "mlflow.db").unlink()  # the storage was moved
-    assert export.main([f"{tmp_path}/copy/step_000005", *words]) == 0 and used[-1].endswith("/mine/mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    names = ("written", "given", "moved", "storage")
+    written, given, moved, usual = (tmp_path / name for name in names)
+    with_database(written, given, moved, usual)
+    tree = {"name": "a", "storage": str(written)}
+    places = {"copy": Signer.new().sign(settings(**tree)), "other": "x:y", "moved/runs/a": ""}
+    for place, signature in places.items():
+        checkpoint = recorded_at(tmp_path / place, signature, **tree)
+        for words in ((), ("--trust",), ("--trust", "--storage", str(given))):
+            assert export.main([checkpoint, "--register", "m", "--out", f"{tmp_path}/out", *words]) == 0
+    here = [written, written, given, usual, written, given, moved, moved, given]
+    assert registered == [str(each) for each in here]
+    (written / "mlflow.db").unlink()  # the storage was moved
+    assert export.main([f"{tmp_path}/copy/step_000005", "--register", "m", "--out", f"{tmp_path}/out"]) == 0
+    assert registered[-1] == str(usual)
+
+
+@pytest.mark.parametrize("recorded", ["s3://bucket/rlx", "private/store", "no/such/folder"])
+def test_a_storage_that_cannot_be_looked_into_is_not_where_a_copied_checkpoint_is_registered(
+    recorded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registered: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    usual, given = tmp_path / "storage", tmp_path / "given"
+    with_database(usual, given, tmp_path / "private" / "store")
+    seen = Path.is_file
+
+    def look(path: Path) -> bool:
+        if "private" in path.parts:  # root may look anywhere
+            raise PermissionError(path)
+        return seen(path)
+
+    monkeypatch.setattr(Path, "is_file", look)
+    tree = {"storage": recorded if "://" in recorded else f"{tmp_path}/{recorded}"}
+    for place, found in (("copied", usual), ("given/runs/x", given)):
+        checkpoint = recorded_at(tmp_path / place, **tree)
+        words = ("--register", "m", "--out", f"{tmp_path}/out", "--trust")
+        assert export.main([checkpoint, *words]) == 0 and registered[-1] == str(found)
+        assert export.main([checkpoint, *words, "--storage", str(given)]) == 0 and registered[-1] == str(given)
+        uri = f"sqlite:///{given}/mlflow.db"
+        checkpoint = recorded_at(tmp_path / place, **tree, tracking__uri=uri)
+        assert export.main([checkpoint, *words, "--storage", f"{tmp_path}/gone"]) == 0 and registered[-1] == str(given)
+
+
+def test_a_model_whose_run_mlflow_does_not_have_is_refused_before_the_export(
+    tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rlx.runs.export.export", lambda *_: pytest.fail("it was exported"))
+    (tmp_path / "given").mkdir()
+    shutil.copy(empty_database, tmp_path / "given")
+    words = [recorded_at(tmp_path / "copy"), "--register", "m", "--out", f"{tmp_path}/out", "--storage"]
+    for name, said in (("given", "Run with id=1 not found"), ("gone", "there is no such database")):
+        assert export.main([*words, f"{tmp_path}/{name}"]) == 1
+        line = f"error: --register m: MLflow at sqlite:///{tmp_path}/{name}/mlflow.db: {said}; --storage names another"
+        assert capsys.readouterr().err.startswith(line)
+    assert not (tmp_path / "gone").exists()
 
 
 @pytest.mark.parametrize(
@@ -478,6 +542,12 @@ def test_checkpoints_that_a_network_shows_late_are_looked_at_again(
     run_folder._check_checkpoints(folder)
     run_folder._check_checkpoints(folder)  # which is whole, and waits for nothing
     assert waits == [checkpoint_catalog.SECOND_READ_S] * 2
+    for entry in checkpoint_catalog.list_checkpoints(folder):
+        entry.folder.delete()
+    (folder / checkpoint_catalog.SAVED).delete()  # as in runs of before, of which only a result tells
+    (folder / "result.json").write_text('{"step": 15}')
+    run_folder._check_checkpoints(folder)
+    assert len(waits) == 3
 
 
 def test_a_refusal_of_what_a_stranger_wrote_is_one_short_line(tmp_path: Path) -> None:
@@ -685,6 +755,10 @@ def test_a_run_whose_folder_was_renamed_is_found_by_that_name(name: str, storage
     shutil.copytree(runs / "a", runs / name)
     assert run_folder.locate(name, str(storage))[1].path == f"{runs}/{name}"
     assert checkpoint_of(f"{name}@10", str(storage))[0] == f"{runs}/{name}/step_000010"
+    valid = {"a copy": "a-copy", "_old": "old", "läuft": "l-uft"}[name]
+    said = f"^run '{name}' goes on by no such name: rename {runs}/{name} to {valid} first$"
+    with pytest.raises(ConfigError, match=said), run_folder.saved_run(name, str(storage), {}):
+        pass
     (runs / name / "run.json").unlink()
     with pytest.raises(ConfigError, match=f"^no run '{name}' in {runs}"):
         run_folder.locate(name, str(storage))
