@@ -262,7 +262,7 @@ def _unreadable(label: str, address: str, folder: Storage, error: OSError) -> St
 def _stored_run(label: str, address: str, folder: Storage) -> StoredRun:
     config, problem, steps_done = None, "", 0
     try:
-        config = from_tree(saved_config(folder), f"{folder.path}/config.yaml")
+        config = from_tree(saved_config(folder), f"{folder}/config.yaml")
         last = finished_metrics(folder, config.train.steps)
         steps_done = last["step"] if last else 0
     except ConfigError as error:

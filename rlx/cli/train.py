@@ -200,7 +200,7 @@ def train(config: RunConfig, folder: Storage, *, resume: bool) -> int:
         with run_folder.keeping_details(folder):
             prepared = preflight.prepare(config, progress.warm_start)
         ready = prepared.config
-        progress.message(f"run {config.name}: {config.train.steps} steps, in {folder.path}")
+        progress.message(f"run {config.name}: {config.train.steps} steps, in {folder}")
         progress.message(
             in_short(ready.model, ready.data, ready.rollout, ready.train, ready.eval, ready.resolved_critic)
         )

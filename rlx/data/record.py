@@ -60,7 +60,7 @@ def check_record(run: Storage, data: DataConfig, evaluation: EvalConfig, rows: M
     try:
         before = _Record.validate_json(file.read_text())
     except ValueError:  # also of bytes that are no UTF-8
-        raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
+        raise ConfigError(f"{file} is damaged: it is not what rlx wrote") from None
     places = table_places(data, evaluation)
     for name, now in _known(data, evaluation, rows).items():
         if name in before and (difference := before[name].difference(now)):

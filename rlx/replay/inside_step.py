@@ -60,7 +60,7 @@ def step_prompts(run: Storage, step: int) -> list[StepPrompt]:
     """
     table = step_completions(run, step)
     if table is None:
-        raise ConfigError(f"no completions of step {step} in {run.path}")
+        raise ConfigError(f"no completions of step {step} in {run}")
     groups: dict[int, list[KeptCompletion]] = {}
     for each in reader.completions(table):
         groups.setdefault(each.group, []).append(each)

@@ -170,7 +170,7 @@ def logged_metrics(run: RecordedRun, uri: str | None = None, *, trust: bool = Fa
         raise ConfigError(f"run {run.name} was not recorded in MLflow (tracking.backends): nothing to compare with")
     run_id = outbox.run_id(run.folder)
     if not run_id:
-        raise ConfigError(f"the records of run {run.name} still wait in {run.folder.path}/outbox: resume it first")
+        raise ConfigError(f"the records of run {run.name} still wait in {run.folder}/outbox: resume it first")
     return metrics_of(store_of(run, tracking, uri), run_id)
 
 

@@ -253,7 +253,7 @@ def send_pending(services: Sequence[TrackingService], folder: Storage, notify: N
         return True
     left, titles = tracker.send_pending(services, folder, notify), titles_of(services)
     notify(
-        f"{left.count} records for {titles} still wait in {folder.path}/outbox"
+        f"{left.count} records for {titles} still wait in {folder}/outbox"
         if left.count
         else f"the records that waited for {titles} are sent"
     )
@@ -366,7 +366,7 @@ def _add_page(record: OutboxTracker, prepared: PreparedRun, folder: Storage) -> 
 
 def _send_rest(record: OutboxTracker, name: str, folder: Storage, notify: Notify) -> None:
     """Sends what the driver and the workers have not sent yet; says how many records are left."""
-    titles, where, resume = titles_of(record.services), f"{folder.path}/outbox", f": --resume {name} sends them"
+    titles, where, resume = titles_of(record.services), f"{folder}/outbox", f": --resume {name} sends them"
     rest = tracker.Unsent(record.close(_PATIENCE_S), record.is_away)
     try:
         if not rest.count:

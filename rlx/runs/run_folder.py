@@ -67,30 +67,34 @@ def keeping_details(folder: Storage) -> Iterator[None]:
             file.write_text(f"{error}\n\n{error.details}")
         except OSError as problem:
             raise RewardError(f"{error}; not kept in full: {one_line(problem)}") from None
-        raise RewardError(f"{error}; in full in {file.path}") from None
+        raise RewardError(f"{error}; in full in {file}") from None
 
 
 def check_new(name: str, folder: Storage) -> None:
     """Raises ConfigError if the folder holds a run already."""
     if holds_run(folder):
-        raise ConfigError(f"run {name!r} exists in {folder.path}: --resume {name} continues it")
+        raise ConfigError(f"run {name!r} exists in {folder}: --resume {name} continues it")
 
 
-def find(runs: Storage, name: str) -> Storage:
-    """Returns the folder of a run.
+def find(name: str, storage: str) -> tuple[str, Storage]:
+    """Returns the address and the folder of a run by its name.
 
     Raises:
-        ConfigError: there is no run of that name; the text has the nearest name.
+        ConfigError: there is no run of that name; the text has the nearest name, or the trials of a sweep.
     """
-    names = runs.names()
+    root = open_storage(storage, create=False)
+    runs, names = root / "runs", (root / "runs").names()
     if name in names and holds_run(runs / name):  # whatever somebody has renamed its folder to
-        return runs / name
+        return join_address(storage, "runs", name), runs / name
     if name in names and name == valid_name(name) and (runs / name).size() is None:  # no file of a desktop
         interrupted = f"has not begun, its start was interrupted: rlx train --name {name} begins it"
         state = f"is being started by {holder}" if (holder := claims.holder(runs / name)) else interrupted
-        raise ConfigError(f"run {name!r} in {runs.path} {state}")
+        raise ConfigError(f"run {name!r} in {runs} {state}")
+    if name in (root / "sweeps").names():
+        trial = join_address(storage, "sweeps", name, "runs", "trial_00000")
+        raise ConfigError(f"no run {name!r} in {runs}: {name} is a sweep, its trials are {trial}, ...")
     begun = [each for each in names if holds_run(runs / each)]
-    raise ConfigError(f"no run {name[:128]!r} in {runs.path}{nearest(name, begun)}")
+    raise ConfigError(f"no run {name[:128]!r} in {runs}{nearest(name, begun)}")
 
 
 def locate(which: str, storage: str) -> tuple[str, Storage]:
@@ -104,12 +108,12 @@ def locate(which: str, storage: str) -> tuple[str, Storage]:
         ConfigError, StorageError: there is no such run.
     """
     if "/" not in which:
-        return join_address(storage, "runs", which), find(open_storage(storage, create=False) / "runs", which)
+        return find(which, storage)
     address, folder = resolve_address(which), open_storage(which, create=False)
     if not holds_run(folder):
         holder = claims.holder(folder)
         instead = f": it is being started by {holder}" if holder else _instead_of(folder, address)
-        raise ConfigError(f"no run in {folder.path}{instead}")
+        raise ConfigError(f"no run in {folder}{instead}")
     return address, folder
 
 
@@ -123,6 +127,8 @@ def _instead_of(run: Storage, address: str) -> str:
         names = run.names()
     except NotADirectoryError:
         return ""
+    if "runs" in names:  # it is a sweep, or a storage
+        return _instead_of(run / "runs", join_address(address, "runs"))
     if "config.json" in names:
         return f": it is the folder of a model; --model.path {address} trains it, transformers loads it"
     if "adapter_config.json" in names:
@@ -141,7 +147,7 @@ def saved_config(folder: Storage) -> dict[str, Any]:
         ConfigError: the folder holds no run, or its config cannot be read.
     """
     if not holds_run(folder):
-        raise ConfigError(f"no run to resume in {folder.path}")
+        raise ConfigError(f"no run to resume in {folder}")
     file = folder / "config.yaml"
     return _read(file, lambda: dict(parse_yaml(file.read_text())))
 
@@ -171,9 +177,9 @@ def _read(file: Storage, content: Callable[[], T]) -> T:
     try:
         return content()
     except OSError as error:
-        raise ConfigError(f"{file.path} cannot be read: {one_line(error)}") from None
+        raise ConfigError(f"{file} cannot be read: {one_line(error)}") from None
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
-        raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
+        raise ConfigError(f"{file} is damaged: it is not what rlx wrote") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -214,9 +220,9 @@ def saved_run(
     if overrides.get("name", name) != name:
         raise ConfigError(f"name {overrides['name']}: run {name!r} keeps its name; --from {name} starts another one")
     check_stays(f"run {name!r}", storage, overrides)
-    folder = find(open_storage(storage) / "runs", name)
+    _, folder = find(name, storage)
     if (valid := valid_name(name)) != name:
-        raise ConfigError(f"run {name!r} goes on by no such name: rename {folder.path} to {valid} first")
+        raise ConfigError(f"run {name!r} goes on by no such name: rename {folder} to {valid} first")
     with claims.take(folder, f"run {name!r}"):
         saved = saved_config(folder)
         if not (trust or signatures.is_own_folder(folder, saved)):
@@ -254,10 +260,10 @@ def _check_checkpoints(folder: Storage) -> None:
     if saved and not any(entry.manifest for entry in saved):
         newest = f"the newest, {saved[-1].name}, cannot be used: {saved[-1].problem}"
         instead = "put its files back, or start a new run"
-        raise ConfigError(f"run {folder.name!r} has no whole checkpoint in {folder.path}: {newest}; {instead}")
+        raise ConfigError(f"run {folder.name!r} has no whole checkpoint in {folder}: {newest}; {instead}")
     if had_some and not saved:
         raise ConfigError(
-            f"run {folder.name!r} has had checkpoints, and none of them is left in {folder.path}: put one back with "
+            f"run {folder.name!r} has had checkpoints, and none of them is left in {folder}: put one back with "
             "all of its files, or start a new run; this one would begin again, over its record"
         )
 
@@ -297,12 +303,11 @@ def checkpoint_of(which: str, storage: str) -> tuple[str, CheckpointEntry]:
         if checkpoint_catalog.is_checkpoint_name(folder.name):
             return address, _complete(checkpoint_catalog.read_checkpoint(folder))
         if not (holds_run(folder) or checkpoint_catalog.list_checkpoints(folder)):
-            raise StorageError(f"no complete checkpoint in {folder.path}{_instead_of(folder, address)}")
+            raise StorageError(f"no complete checkpoint in {folder}{_instead_of(folder, address)}")
     else:
-        address, runs = join_address(storage, "runs", run), open_storage(storage, create=False) / "runs"
-        if os.path.isfile(f"{run}/config.json") and not (runs / run).exists():  # a model, which the error says
-            return checkpoint_of(f"./{which}", storage)
-        folder = find(runs, run)
+        if os.path.isfile(f"{run}/config.json") and not (open_storage(storage, create=False) / "runs" / run).exists():
+            return checkpoint_of(f"./{which}", storage)  # a model, which the error says
+        address, folder = find(run, storage)
     settings = (from_tree(saved_config(folder)) if holds_run(folder) else RunConfig()).checkpoint
     best_by = settings.best_by or DEFAULT_METRIC
     entry = checkpoint_catalog.find_checkpoint(folder, step, best_by, settings.best_mode)
@@ -318,10 +323,7 @@ def pointed_checkpoint(folder: Storage) -> CheckpointEntry:
     if (pointer := folder / POINTER).exists():
         folder = Storage(folder.filesystem, _read(pointer, lambda: str(pointer.read_json()["path"])))
         if not folder.exists():
-            raise ConfigError(
-                f"checkpoint {folder.path} was deleted: a run keeps its newest checkpoints, as many as "
-                "checkpoint.keep_last says, and its best"
-            )
+            raise ConfigError(f"checkpoint {folder} was deleted: a run keeps checkpoint.keep_last of them and its best")
     return _complete(checkpoint_catalog.read_checkpoint(folder))
 
 
@@ -362,7 +364,7 @@ def refuse_powers(name: str, folder: Storage, saved: Mapping[str, Any], override
     if left := [f"{key} {brief(value)}" for key, value in signatures.powers(saved).items() if key not in overrides]:
         raise ConfigError(
             f"this user did not write run {name!r}, whose settings name code, models or addresses: {', '.join(left)}. "
-            f"Read {folder.path}/config.yaml; --trust takes them"
+            f"Read {folder}/config.yaml; --trust takes them"
         )
 
 
@@ -378,18 +380,16 @@ def check_start(config: RunConfig, *, is_new: bool = True) -> None:
         then, now = from_tree(checkpoint.manifest.config).model.lora_rank, config.model.lora_rank
         if then != now:
             raise ConfigError(
-                f"model.lora_rank is {then} in checkpoint {checkpoint.folder.path}, not {now}: rlx export makes a "
+                f"model.lora_rank is {then} in checkpoint {checkpoint.folder}, not {now}: rlx export makes a "
                 "folder of its model, and --model.path starts from that"
             )
+    elif checkpoint.step >= config.train.steps:
+        raise ConfigError(f"train.steps ({config.train.steps}) are all done at step {checkpoint.step}: ask for more")
     else:
-        if checkpoint.step >= config.train.steps:
-            raise ConfigError(
-                f"train.steps ({config.train.steps}) are all done at step {checkpoint.step}: ask for more"
-            )
         check_resumable(config, from_tree(checkpoint.manifest.config | {"checkpoint": config.checkpoint.model_dump()}))
 
 
 def _complete(checkpoint: CheckpointEntry) -> CheckpointEntry:
     if not checkpoint.manifest:
-        raise ConfigError(f"checkpoint {checkpoint.folder.path} is not complete: {checkpoint.problem}")
+        raise ConfigError(f"checkpoint {checkpoint.folder} is not complete: {checkpoint.problem}")
     return checkpoint

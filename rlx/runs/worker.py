@@ -291,10 +291,10 @@ def prompt_share(name: str) -> Share:
 
 
 def _check_folder(folder: Storage) -> None:
-    if not retry((folder / "run.json").exists, f"reading {folder.path}"):
+    if not retry((folder / "run.json").exists, f"reading {folder}"):
         node = ray.util.get_node_ip_address()
         raise ConfigError(
-            f"storage: {folder.path} is not there on node {node}: name a folder that all nodes have mounted, or s3"
+            f"storage: {folder} is not there on node {node}: name a folder that all nodes have mounted, or s3"
         )
 
 

@@ -45,7 +45,7 @@ class KnownEpisodes:
         """
         found: dict[str, KeptEpisode] = {}
         try:
-            names = retry(self.folder.names, f"reading {self.folder.path}")
+            names = retry(self.folder.names, f"reading {self.folder}")
         except StorageError as error:
             notify(f"environments are asked again for what they have said before: {error}")
             return found
@@ -53,7 +53,7 @@ class KnownEpisodes:
             if self.after < file.step and (self.until is None or file.step <= self.until):
                 try:
                     place = self.folder / str(file)
-                    found |= retry(partial(_read_file, place, metadata), f"reading {place.path}")
+                    found |= retry(partial(_read_file, place, metadata), f"reading {place}")
                 except (StorageError, ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
                     notify(f"{file} is damaged, environments are asked again for it: {one_line(error, 200)}")
         return found

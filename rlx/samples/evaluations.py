@@ -115,7 +115,7 @@ def write_outcomes(run: Storage, file: EvaluationFile, outcomes: Outcomes) -> No
     stream = pa.BufferOutputStream()
     pq.write_table(table, stream, compression="zstd", write_statistics=False)
     path = run / EVALUATIONS / str(file)
-    retry(partial(write_bytes, path, stream.getvalue().to_pybytes()), f"writing {path.path}")
+    retry(partial(write_bytes, path, stream.getvalue().to_pybytes()), f"writing {path}")
 
 
 def kept_evaluations(run: Storage) -> list[EvaluationFile]:
@@ -125,7 +125,7 @@ def kept_evaluations(run: Storage) -> list[EvaluationFile]:
         StorageError: the storage does not answer.
     """
     folder = run / EVALUATIONS
-    names = retry(folder.names, f"reading {folder.path}")
+    names = retry(folder.names, f"reading {folder}")
     return sorted(file for name in names if (file := EvaluationFile.of(name)))
 
 
@@ -138,7 +138,7 @@ def read_outcomes(run: Storage, file: EvaluationFile) -> Outcomes:
     """
     path = run / EVALUATIONS / str(file)
     try:
-        table = retry(partial(_table, path), f"reading {path.path}").select(_SCHEMA.names).cast(_SCHEMA)
+        table = retry(partial(_table, path), f"reading {path}").select(_SCHEMA.names).cast(_SCHEMA)
         kinds: dict[str, Any] = {"right": np.bool_, "score": np.float64, "length": np.int32}
         right, scores, lengths = (np.array(table[name].to_pylist(), kind) for name, kind in kinds.items())
         if not right.shape == scores.shape == lengths.shape == (len(table), right.shape[-1]):
@@ -147,7 +147,7 @@ def read_outcomes(run: Storage, file: EvaluationFile) -> Outcomes:
         raise
     except (ValueError, KeyError, TypeError, NotImplementedError) as error:  # pyarrow's own errors are of these kinds
         reason = one_line(error, 200)
-        raise ConfigError(f"{path.path} is damaged, or another version of rlx wrote it: {reason}") from None
+        raise ConfigError(f"{path} is damaged, or another version of rlx wrote it: {reason}") from None
     rows, checksums, majority = (table[name].to_numpy() for name in ("row", "checksum", "majority"))
     return Outcomes(tuple(table["source"].to_pylist()), rows, checksums, right, scores, lengths, majority)
 

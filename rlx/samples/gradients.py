@@ -34,12 +34,12 @@ def read_shares(run: Storage, step: int) -> dict[int, float] | None:
         StorageError: the storage does not answer.
     """
     file = _file(run, step)
-    if not retry(file.exists, f"reading {file.path}"):
+    if not retry(file.exists, f"reading {file}"):
         return None
     try:
-        return {int(prompt): float(share) for prompt, share in retry(file.read_json, f"reading {file.path}").items()}
+        return {int(prompt): float(share) for prompt, share in retry(file.read_json, f"reading {file}").items()}
     except (ValueError, TypeError):
-        raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
+        raise ConfigError(f"{file} is damaged: it is not what rlx wrote") from None
 
 
 def _file(run: Storage, step: int) -> Storage:

@@ -97,7 +97,7 @@ def kept_steps(run: Storage) -> list[KeptStep]:
         StorageError: the storage does not answer.
     """
     folder = run / COMPLETIONS
-    names = [file for name in retry(folder.names, f"reading {folder.path}") if (file := CompletionFile.of(name))]
+    names = [file for name in retry(folder.names, f"reading {folder}") if (file := CompletionFile.of(name))]
     attempts: dict[tuple[int, Kind], dict[int, list[CompletionFile]]] = {}
     for file in sorted(names):
         attempts.setdefault((file.step, file.kind), {}).setdefault(file.ranks, []).append(file)
@@ -144,7 +144,7 @@ def _episode(text: str, step: int) -> Episode:
 
 def _read_file(file: Storage) -> pa.Table:
     try:
-        table = retry(partial(_table, file), f"reading {file.path}")
+        table = retry(partial(_table, file), f"reading {file}")
         rewards = [name for name in table.column_names if name.startswith(REWARD)]
         for name in set(LATER) - set(table.column_names):
             table = table.append_column(name, pa.nulls(len(table), COLUMNS.field(name).type))
@@ -157,7 +157,7 @@ def _read_file(file: Storage) -> pa.Table:
         raise
     except (ValueError, KeyError, TypeError, NotImplementedError) as error:  # pyarrow's own errors are of these kinds
         reason = one_line(error, 200)
-        raise ConfigError(f"{file.path} is damaged, or another version of rlx wrote it: {reason}") from None
+        raise ConfigError(f"{file} is damaged, or another version of rlx wrote it: {reason}") from None
 
 
 def _check(table: pa.Table) -> None:

@@ -138,7 +138,7 @@ class CompletionWriter:
         file = self.folder / str(name)
         content = as_bytes(as_table(step, texts).replace_schema_metadata(dict(self.keeping.metadata)))
         check_reserve(self.folder, len(content))
-        retry(partial(write_bytes, file, content), f"writing {file.path}")
+        retry(partial(write_bytes, file, content), f"writing {file}")
 
     def _lose(self, step: int, reason: str) -> None:
         self.lost.append(step)
@@ -184,7 +184,7 @@ def _take_away(
         said: what an error is said of.
     """
     try:
-        for name in retry(folder.names, f"reading {folder.path}"):
+        for name in retry(folder.names, f"reading {folder}"):
             file = file_of(name)
             is_chosen = file is not None and is_useless(file.step)
             if is_chosen and aside:
@@ -223,7 +223,7 @@ def check_reserve(folder: Storage, size: int) -> None:
     share = _RESERVED_SHARE * usage.total
     if usage.free - size < min(share, _RESERVED_BYTES):
         reserved = f"{_RESERVED_SHARE:.0%}" if share < _RESERVED_BYTES else f"{_RESERVED_BYTES >> 30} GiB"
-        raise StorageError(f"less than {reserved} of the disk of {folder.path} would stay free")
+        raise StorageError(f"less than {reserved} of the disk of {folder} would stay free")
 
 
 def _spans(steps: list[int]) -> str:

@@ -171,7 +171,7 @@ def read_checkpoint(folder: Storage) -> CheckpointEntry:
     except FileNotFoundError:  # a run has pruned it meanwhile
         return CheckpointEntry(folder, step, CheckpointState.UNFINISHED, problem=f"its {MANIFEST} was just deleted")
     except OtherFormatError as error:
-        raise StorageError(f"checkpoint {folder.path}: {error}") from None
+        raise StorageError(f"checkpoint {folder}: {error}") from None
     except ValueError as error:  # a UnicodeDecodeError is one too
         return CheckpointEntry(folder, step, CheckpointState.DAMAGED, problem=str(error))
     return CheckpointEntry(folder, step, CheckpointState.COMPLETE, manifest)
@@ -272,7 +272,7 @@ def find_checkpoint(run: Storage, which: str, metric: str, mode: str) -> Checkpo
     complete = [entry for entry in entries if entry.manifest]
     if not complete:
         problems = "; ".join(f"{entry.name}: {entry.problem}" for entry in entries)
-        raise StorageError(f"no complete checkpoint in {run.path}{f' ({problems})' if problems else ''}")
+        raise StorageError(f"no complete checkpoint in {run}{f' ({problems})' if problems else ''}")
     if which == "newest":
         for entry in _damaged(entries[entries.index(complete[-1]) :]):
             _LOG.warning("checkpoint %s is not used, %s is: %s", entry.name, complete[-1].name, entry.problem)
@@ -282,12 +282,12 @@ def find_checkpoint(run: Storage, which: str, metric: str, mode: str) -> Checkpo
     name = checkpoint_name(int(which)) if which.isdecimal() else which
     named = next((entry for entry in entries if entry.name == name), None)
     if named and named.problem:
-        raise StorageError(f"checkpoint {name} in {run.path} is not complete: {named.problem}")
+        raise StorageError(f"checkpoint {name} in {run} is not complete: {named.problem}")
     if named:
         return named
     names = ["newest", "best", *(entry.name for entry in complete)]
     asked = which or repr(which)
-    raise StorageError(f"no checkpoint {asked} in {run.path}, there are {', '.join(names)}{nearest(which, names)}")
+    raise StorageError(f"no checkpoint {asked} in {run}, there are {', '.join(names)}{nearest(which, names)}")
 
 
 def whole_best(run: Storage, entries: Sequence[CheckpointEntry], metric: str, mode: str) -> CheckpointEntry:
@@ -298,12 +298,12 @@ def whole_best(run: Storage, entries: Sequence[CheckpointEntry], metric: str, mo
     """
     as_written = [_as_written(entry) for entry in entries]
     if not (best := best_checkpoint(as_written, metric, mode)):
-        raise StorageError(f"no checkpoint in {run.path} has {metric}: other steps measured it (eval.every)")
+        raise StorageError(f"no checkpoint in {run} has {metric}: other steps measured it (eval.every)")
     unknown = [each for each in as_written if not each.manifest and each.state is not CheckpointState.UNFINISHED]
     if wrong := best if best.problem else next(iter(unknown), None):
         which = "the best" if wrong is best else "which may be the best"
         raise StorageError(
-            f"checkpoint {wrong.name} in {run.path}, {which} by {metric}, cannot be used: {wrong.problem}; give "
+            f"checkpoint {wrong.name} in {run}, {which} by {metric}, cannot be used: {wrong.problem}; give "
             "another: newest, or the number of a step"
         )
     return best
@@ -336,7 +336,7 @@ def commit(folder: Storage, manifest: Manifest) -> None:
     sizes = _file_sizes(folder)
     for name, file in manifest.files.items():
         if sizes.get(name) != file.bytes:
-            raise OSError(f"{folder.path}/{name} is not there as it was written: do all nodes share this folder?")
+            raise OSError(f"{folder}/{name} is not there as it was written: do all nodes share this folder?")
     for name in set(folder.names()) - set(manifest.files):
         (folder / name).delete()
     (folder / MANIFEST).write_text(manifest.to_json())

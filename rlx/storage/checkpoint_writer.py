@@ -22,7 +22,7 @@ from rlx.storage import checkpoint_catalog, checkpoint_files
 from rlx.storage.checkpoint_catalog import CheckpointEntry, CheckpointState, Retention
 from rlx.storage.checkpoint_files import Shard
 from rlx.storage.checkpoint_manifest import MANIFEST, FileRecord, Manifest
-from rlx.storage.filesystem import Storage, StorageError, retry
+from rlx.storage.filesystem import Storage, StorageError, retry, upload_file
 from rlx.storage.rank_group import RankGroup, error_text
 from rlx.types import Notify
 
@@ -98,9 +98,7 @@ class CheckpointWriter:
             try:
                 self._finished.append(writing.result(_WRITE_TIMEOUT_S))
             except TimeoutError:
-                raise StorageError(
-                    f"{self.run.path}: a checkpoint is not written after {_WRITE_TIMEOUT_S:.0f} s"
-                ) from None
+                raise StorageError(f"{self.run}: a checkpoint is not written after {_WRITE_TIMEOUT_S:.0f} s") from None
 
     def has_finished(self) -> bool:
         """Whether `finished_checkpoint` has something to return or to raise."""
@@ -131,9 +129,7 @@ class CheckpointWriter:
             StorageError: the storage cannot be read, or all checkpoints are damaged. A start from the first
                 step would overwrite them.
         """
-        entries = self._ranks.on_first(
-            partial(checkpoint_catalog.list_checkpoints, self.run), f"reading {self.run.path}"
-        )
+        entries = self._ranks.on_first(partial(checkpoint_catalog.list_checkpoints, self.run), f"reading {self.run}")
         damage = ""
         for listed in reversed(entries):
             if listed.state in (CheckpointState.UNFINISHED, CheckpointState.SET_ASIDE):
@@ -149,7 +145,7 @@ class CheckpointWriter:
         if set_aside and not damage:
             damage = f"checkpoint {set_aside[0].name}: {set_aside[0].problem}"
         if damage:
-            raise StorageError(f"no checkpoint in {self.run.path} is complete; the oldest: {damage}")
+            raise StorageError(f"no checkpoint in {self.run} is complete; the oldest: {damage}")
         return None
 
     def verified_checkpoint(self, folder: Storage) -> CheckpointEntry:
@@ -158,9 +154,9 @@ class CheckpointWriter:
         Raises:
             StorageError: it cannot be read, is not complete or is damaged.
         """
-        entry = self._ranks.on_first(partial(checkpoint_catalog.read_checkpoint, folder), f"reading {folder.path}")
+        entry = self._ranks.on_first(partial(checkpoint_catalog.read_checkpoint, folder), f"reading {folder}")
         if damage := self._find_damage(entry):
-            raise StorageError(f"{folder.path}: {damage}")
+            raise StorageError(f"{folder}: {damage}")
         return entry
 
     def _read_again(self, entry: CheckpointEntry) -> CheckpointEntry:
@@ -169,7 +165,7 @@ class CheckpointWriter:
             return entry
         time.sleep(checkpoint_catalog.SECOND_READ_S)
         read = partial(checkpoint_catalog.read_checkpoint, entry.folder)
-        return self._ranks.on_first(read, f"reading {entry.folder.path}")
+        return self._ranks.on_first(read, f"reading {entry.folder}")
 
     def _find_damage(self, entry: CheckpointEntry) -> str:
         """Returns the damage to the files of a checkpoint, the same text on all ranks; "" if there is none."""
@@ -192,7 +188,7 @@ class CheckpointWriter:
         """Writes a checkpoint; runs in the thread of every rank."""
         started = time.monotonic()
         folder = self.run / checkpoint_catalog.checkpoint_name(manifest.step)
-        what = f"writing checkpoint {folder.name} to {self.run.path}"
+        what = f"writing checkpoint {folder.name} to {self.run}"
         # The manifest of an earlier checkpoint of this step is deleted before its files change.
         self._ranks.on_first((folder / MANIFEST).delete, what)
         outcome = _write_rank_file(shards, folder, self._ranks.rank, what)
@@ -227,7 +223,7 @@ class CheckpointWriter:
 def _prune(ranks: RankGroup, run: Storage, retention: Retention) -> str:
     """Deletes old checkpoints. Returns why it cannot; the next checkpoint tries again."""
     try:
-        ranks.on_first(partial(checkpoint_catalog.prune, run, retention), f"pruning {run.path}")
+        ranks.on_first(partial(checkpoint_catalog.prune, run, retention), f"pruning {run}")
     except StorageError as error:
         return str(error)
     return ""
@@ -251,9 +247,9 @@ def _write_file(shards: Mapping[str, Shard], file: Storage) -> FileRecord:
         local = Path(temporary, file.name)
         checkpoint_files.write_shards(shards, local)
         record = checkpoint_catalog.file_record(Storage.local(local))
-        file.upload(local)
+        upload_file(local, file)
     if file.size() != record.bytes:
-        raise OSError(f"{file.path} has {file.size()} bytes after the upload of {record.bytes}")
+        raise OSError(f"{file} has {file.size()} bytes after the upload of {record.bytes}")
     return record
 
 

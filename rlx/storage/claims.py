@@ -166,7 +166,7 @@ def take(folder: Storage, what: str) -> Claim:
         number = max(map(_number, gone), default=0) + 1
         file = _create(folder, number, json.dumps(asdict(owner)), gone)
     except OSError as error:
-        raise StorageError(f"{what} cannot be claimed in {folder.path}: {error}") from None
+        raise StorageError(f"{what} cannot be claimed in {folder}: {error}") from None
     if file is None:
         raise ClaimedError(f"{what} is being started by another process at this moment")
     return Claim(file, owner, what)

@@ -47,6 +47,10 @@ class Storage:
         """A path on this machine."""
         return cls(fs.LocalFileSystem(), str(path))
 
+    def __str__(self) -> str:
+        """As messages show it: the path of a folder of this machine, or s3://BUCKET/FOLDER."""
+        return f"s3://{self.path}" if self.filesystem.type_name == "s3" else self.path
+
     def __truediv__(self, name: str) -> Storage:
         return Storage(self.filesystem, f"{self.path}/{name}")
 
@@ -86,12 +90,6 @@ class Storage:
         """Replaces the file at once: a reader never sees half of it. On a local disk it survives a loss of power."""
         write_bytes(self, text.encode())
 
-    def upload(self, file: Path) -> None:
-        """Copies a file of this machine to this path."""
-        fs.copy_files(
-            str(file), self.path, source_filesystem=fs.LocalFileSystem(), destination_filesystem=self.filesystem
-        )
-
     def delete(self) -> None:
         """Deletes this file, or this folder with its content; does nothing if it does not exist."""
         kind = self.filesystem.get_file_info(self.path).type
@@ -115,6 +113,11 @@ def write_bytes(file: Storage, content: bytes) -> None:
         return
     with file.filesystem.open_output_stream(file.path) as stream:
         stream.write(content)
+
+
+def upload_file(local: Path, file: Storage) -> None:
+    """Copies a file of this machine."""
+    fs.copy_files(str(local), file.path, source_filesystem=fs.LocalFileSystem(), destination_filesystem=file.filesystem)
 
 
 def rewrite_file(file: Path, content: bytes) -> None:
@@ -199,7 +202,7 @@ def check_writable(folder: Storage) -> None:
         if not existed and not folder.names():
             folder.delete()
     except (OSError, ValueError) as error:
-        raise StorageError(f"storage {folder.path}: cannot write there: {explain(error)}") from None
+        raise StorageError(f"storage {folder}: cannot write there: {explain(error)}") from None
 
 
 def check_free(folder: Storage, needed: int, what: str, instead: str = "give another --storage") -> None:
@@ -250,7 +253,7 @@ def write_record(file: Storage, text: str) -> None:
     Raises:
         StorageError: the storage keeps failing.
     """
-    retry(lambda: file.write_text(text), f"writing {file.path}")
+    retry(lambda: file.write_text(text), f"writing {file}")
 
 
 _ADVICE = {

@@ -149,7 +149,7 @@ class Checkpointer:
             source = self.writer.verified_checkpoint(run / REFERENCE / checkpoint_name(0))
         elif is_resume:
             source = self.writer.verified_checkpoint(open_storage(str(settings.init_from), create=False))
-        what = f"reading {source.folder.path}"
+        what = f"reading {source.folder}"
         retry(partial(checkpoint_files.read_reference, source.files, policy, trainer.reference), what)
         self._keeps_reference = True
         if not (is_resume and is_kept):
@@ -186,7 +186,7 @@ class Checkpointer:
 
     def _load(self, entry: CheckpointEntry) -> None:
         assert entry.manifest
-        manifest, trainer, what = entry.manifest, self.trainer, f"reading {entry.folder.path}"
+        manifest, trainer, what = entry.manifest, self.trainer, f"reading {entry.folder}"
         retry(partial(checkpoint_files.load_state, entry.files, trainer.models, trainer.ema), what)
         trainer.step = self._saved_step = manifest.step
         # What the run has no eval.sets for any more would else be reported with every step to come.
@@ -205,5 +205,5 @@ class Checkpointer:
 
     def _load_weights(self, entry: CheckpointEntry) -> None:
         trainer = self.trainer
-        retry(partial(checkpoint_files.load_weights, entry.files, trainer.models), f"reading {entry.folder.path}")
+        retry(partial(checkpoint_files.load_weights, entry.files, trainer.models), f"reading {entry.folder}")
         trainer.ema = initial_ema(trainer.config.train, trainer.policy)

@@ -18,6 +18,7 @@ import yaml
 from rlx import __version__
 from rlx.cli import listing
 from rlx.cli import main as rlx
+from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig
 from rlx.runs import run_folder
@@ -291,6 +292,10 @@ def test_a_run_without_checkpoints(storage: str, shown: Shown) -> None:
             "error: no run in {here}/kept/runs/try1/run.json\n",
         ),
         (
+            "./kept",
+            "error: no run in {here}/kept: it holds runs (try1); give one of them, e.g. {here}/kept/runs/try1\n",
+        ),
+        (
             "kept/runs",
             "error: no run in {here}/kept/runs: it holds runs (try1); give one of them, e.g. {here}/kept/runs/try1\n",
         ),
@@ -298,6 +303,14 @@ def test_a_run_without_checkpoints(storage: str, shown: Shown) -> None:
 )
 def test_an_unknown_run_is_one_line(run: str, said: str, storage: str, shown: Shown) -> None:
     assert shown(run, "--storage", storage, code=1) == said.format(here=Path.cwd())
+
+
+def test_the_name_of_a_sweep_is_answered_with_its_trials(storage: str, shown: Shown) -> None:
+    Path(storage, "sweeps", "lr").mkdir(parents=True)
+    trials = f"lr is a sweep, its trials are {Path.cwd()}/kept/sweeps/lr/runs/trial_00000, ..."
+    assert shown("lr", "--storage", storage, code=1) == f"error: no run 'lr' in {Path.cwd()}/kept/runs: {trials}\n"
+    with pytest.raises(ConfigError, match="lr is a sweep, its trials are "):
+        run_folder.checkpoint_of("lr@best", storage)
 
 
 @pytest.mark.slow
@@ -312,6 +325,7 @@ def test_a_listing_is_the_same_on_s3(bucket: str, shown: Shown) -> None:
     assert time.time() - time.mktime(time.strptime(row["written"], "%Y-%m-%d %H:%M")) < 300
     assert commands(text)[1][2:] == ["--from", "far@best", "--storage", bucket]
     assert shown(f"{bucket}/runs", code=1).endswith(f"it holds runs (far); give one of them, e.g. {bucket}/runs/far\n")
+    assert shown("fra", "--storage", bucket, code=1) == f"error: no run 'fra' in {bucket}/runs; nearest: far\n"
     (start, export) = commands(shown(f"{bucket}/runs/far"))
     assert start[2:] == ["--from", f"{bucket}/runs/far/step_000010"] and export[2:] == start[3:]
 

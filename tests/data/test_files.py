@@ -25,6 +25,7 @@ from rlx.data.stored.columns import Columns
 from rlx.data.stored.parsers import Part
 from rlx.rewards.scoring import answer_check
 from rlx.storage.addresses import open_storage
+from rlx.storage.filesystem import upload_file
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -561,7 +562,7 @@ def test_large_rows_are_cut_into_blocks(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def upload(address: str, file: Path) -> None:
-    (open_storage(address) / file.name).upload(file)
+    upload_file(file, open_storage(address) / file.name)
 
 
 @pytest.mark.slow

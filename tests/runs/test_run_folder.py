@@ -511,7 +511,7 @@ def test_a_resume_without_a_whole_checkpoint_is_refused_before_it_starts(
     for name in ("notes", ".DS_Store"):
         (tmp_path / "runs" / name).write_text("of a desktop")
         with pytest.raises(ConfigError, match=f"^no run '{name}' in "):
-            run_folder.find(open_storage(str(tmp_path)) / "runs", name)
+            run_folder.find(name, str(tmp_path))
     for checkpoint in checkpoint_catalog.list_checkpoints(folder):
         (checkpoint.folder / "rank_00000.safetensors").write_text("damaged")
     line = r"^run 'a' has no whole checkpoint in .*: the newest, step_\d+, cannot be used: .* has 7 bytes, not 1; put"

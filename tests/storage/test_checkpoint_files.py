@@ -24,7 +24,7 @@ from rlx.models import fsdp, loading, lora
 from rlx.storage import checkpoint_files, checkpoint_keys
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_files import CheckpointError, CheckpointReader, ModelAndOptimizer, Shard
-from rlx.storage.filesystem import Storage
+from rlx.storage.filesystem import Storage, upload_file
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.01}
 
@@ -309,7 +309,7 @@ def test_a_checkpoint_is_read_straight_from_s3(bucket: str, tmp_path: Path) -> N
     step({"policy": kept})
     (file,) = write(checkpoint_files.copy_shards({"policy": kept}, {}), tmp_path)
     remote = open_storage(bucket) / file.name
-    remote.upload(Path(file.path))
+    upload_file(Path(file.path), remote)
     checkpoint_files.load_state([remote], {"policy": other}, {})
     torch.testing.assert_close(other.model.state_dict(), kept.model.state_dict(), atol=0, rtol=0)
     torch.testing.assert_close(other.optimizer.state_dict(), kept.optimizer.state_dict(), atol=0, rtol=0)

@@ -15,10 +15,19 @@ from pathlib import Path
 
 import pytest
 import s3
+from pyarrow import fs
 
 from rlx.storage import addresses
 from rlx.storage.addresses import local_folder, open_storage, resolve_address
-from rlx.storage.filesystem import Storage, StorageError, check_writable, free_name, retry, rewrite_file
+from rlx.storage.filesystem import (
+    Storage,
+    StorageError,
+    check_writable,
+    free_name,
+    retry,
+    rewrite_file,
+    upload_file,
+)
 
 
 def test_a_folder_is_made_and_holds_files(tmp_path: Path) -> None:
@@ -31,6 +40,11 @@ def test_a_folder_is_made_and_holds_files(tmp_path: Path) -> None:
     assert file.read_text() == '{"x": "ü"}'
     assert file.read_json() == {"x": "ü"}
     assert (tmp_path / "new" / "deep" / "runs" / "a.json").read_text() == '{"x": "ü"}'
+
+
+def test_messages_show_an_address_that_can_be_pasted(tmp_path: Path) -> None:
+    assert str(Storage(fs.S3FileSystem(region="us-east-1"), "bucket/x") / "runs") == "s3://bucket/x/runs"
+    assert str(Storage.local(tmp_path) / "runs") == f"{tmp_path}/runs"
 
 
 def test_names_are_sorted_and_empty_for_a_missing_folder(tmp_path: Path) -> None:
@@ -206,7 +220,7 @@ def test_files_of_this_machine_go_there_and_come_back_to_the_last_byte(place: St
     content = random.Random(0).randbytes(21_000_001)  # S3 takes it in three parts
     (tmp_path / "sent").write_bytes(content)
     place.filesystem.create_dir((place / "deep").path)
-    (place / "deep" / "file").upload(tmp_path / "sent")
+    upload_file(tmp_path / "sent", place / "deep" / "file")
     assert (place / "deep" / "file").size() == 21_000_001
     fetch(place / "deep" / "file", tmp_path / "got")
     assert (tmp_path / "got").read_bytes() == content
@@ -315,7 +329,7 @@ def test_a_server_that_fails_for_a_while_is_tried_again(
     content = random.Random(1).randbytes(12_000_000)
     (tmp_path / "file").write_bytes(content)
     proxy.fail(kind, times=2, methods=["PUT"])  # for a reset, in the middle of a part
-    (there / "file").upload(tmp_path / "file")
+    upload_file(tmp_path / "file", there / "file")
     assert len(proxy.failed) == 2 and all("partNumber" in request for request in proxy.failed)
     proxy.fail(kind, times=1, methods=["GET"])
     fetch(there / "file", tmp_path / "back")

@@ -117,7 +117,7 @@ class EvaluatedRun:
         logged = self.mean(step).get(WHOLE, mean)
         if self.run and self.judged and not math.isclose(mean, logged, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE):
             file = self.run / evaluations.EVALUATIONS / str(EvaluationFile(step, self.judged.name))
-            _warn(f"{file.path} is left out: the mean of {self.metric} is {mean:g} there, but {logged:g} was logged")
+            _warn(f"{file} is left out: the mean of {self.metric} is {mean:g} there, but {logged:g} was logged")
             return False
         return True
 
