@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from rlx.cli.arguments import terminal_width
+from rlx.cli.arguments import add_tracking_uri, find_sweep_place, terminal_width
 from rlx.cli.options import CommandParser, exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.run import storage_words, valid_name
@@ -34,13 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Ranks and plots the settings of a sweep, and stores the files with the sweep in MLflow.",
         allow_abbrev=False,
     )
-    parser.add_argument("--sweep", metavar="NAME", help="the sweep to analyze (default: the newest)")
-    parser.add_argument("--against", metavar="NAME", help="another sweep: compare the best setting of each")
-    experiment = TrackingConfig().experiment
     parser.add_argument(
-        "--experiment", default=experiment, help="MLflow experiment of the sweep (default: %(default)s)"
+        "--sweep", metavar="NAME", help="the sweep to analyze, or its folder or address (default: the newest)"
     )
-    parser.add_argument("--tracking-uri", metavar="URI", help="MLflow server or database (default: in --storage)")
+    parser.add_argument("--against", metavar="NAME", help="another sweep: compare the best setting of each")
+    parser.add_argument("--experiment", help="MLflow experiment of the sweep (default: as the sweep has it, or rlx)")
+    add_tracking_uri(parser, "MLflow server or database (default: as the sweep in --storage has it, or there)")
     parser.add_argument("--storage", default="storage", help="folder with the runs (default: %(default)s)")
     parser.add_argument(
         "--metric", type=metric_name, help="metric to rank settings by (default: the one that the sweep compared by)"
@@ -53,9 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="SETTING",
         help="also compare the values of this setting over all runs",
     )
-    parser.add_argument(
-        "--trust", action="store_true", help="best.yaml takes code, models and addresses that somebody else wrote"
-    )
+    parser.add_argument("--trust", action="store_true", help="take code, models and addresses that somebody else wrote")
     parser.add_argument("--out", metavar="DIR", help="folder for the files (default: analysis/SWEEP in the storage)")
     args = parser.parse_args(argv)
 
@@ -72,23 +69,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def print_analysis(args: argparse.Namespace) -> int:
     """Prints the ranking of the sweep and writes its files; returns the exit status."""
-    storage = local_folder(args.storage)
-    check_mlflow(args.tracking_uri)
-    uri = args.tracking_uri or existing_uri(storage)
-    mlflow.find_experiment(uri, args.experiment)  # before what is slow to import
+    asked, address = find_sweep_place(args.sweep, args.storage)
+    storage = local_folder(address)
+    tracking = tracking_of(args, asked, address)
+    check_mlflow(tracking.uri)
+    uri, experiment = tracking.uri or existing_uri(storage), tracking.experiment
+    mlflow.find_experiment(uri, experiment)  # before what is slow to import
     from rlx.analysis import loading, report, tables
     from rlx.analysis.comparison.wording import gap_sentence, sweep_verdict
 
-    names = loading.sweep_names(uri, args.experiment)
-    name = args.sweep or names[0]
+    names = loading.sweep_names(uri, experiment)
+    name = asked or names[0]
     if args.against == name:
         raise ConfigError(f"--against {name} is the analyzed sweep itself: --sweep and --against name two sweeps")
-    sweep = loading.load_sweep(uri, args.experiment, name, [args.metric] if args.metric else [])
+    sweep = loading.load_sweep(uri, experiment, name, [args.metric] if args.metric else [])
     metric, mode = judged_by(args, sweep)
-    against = loading.load_sweep(uri, args.experiment, args.against, [metric]) if args.against else None
+    against = loading.load_sweep(uri, experiment, args.against, [metric]) if args.against else None
     for each in filter(None, (sweep, against) if args.metric else ()):
         loading.check_logged(uri, each, metric)
-    if not args.sweep and len(names) > 1:
+    if not asked and len(names) > 1:
         print(f"sweeps, newest first: {', '.join(names)}; --sweep NAME picks another\n")
     print(f"sweep {sweep.name}: {len(sweep.trials)} trials by {metric}\n")
     compared = report.comparisons(sweep, metric, mode, args.by, against)
@@ -105,7 +104,7 @@ def print_analysis(args: argparse.Namespace) -> int:
         step = "newest" if place else "best"  # which is best is kept by the sweep's own metric
         print(f"its model: {shlex.join(['rlx', 'export', f'{run}@{step}', '--register', 'NAME'])}\n")
     folder = Path(args.out) if args.out else storage / "analysis" / sweep.name / place
-    runs = open_storage(args.storage, create=False) / "sweeps" / sweep.name / "runs"
+    runs = open_storage(address, create=False) / "sweeps" / sweep.name / "runs"
     withheld = report.withhold_nothing if args.trust else partial(_not_own, runs)
     paths = report.write_report(sweep, folder, uri, metric, mode, compared, evidence, withheld)
     print("\n".join(["files, also in MLflow under analysis/:", *map(str, paths)]))
@@ -117,7 +116,22 @@ def sweep_words(name: str, storage: str, tracking: TrackingConfig) -> list[str]:
     default = TrackingConfig()
     words = ["--sweep", name, *storage_words(storage)]
     words += ["--experiment", tracking.experiment] if tracking.experiment != default.experiment else []
-    return words + (["--tracking-uri", tracking.uri] if tracking.uri else [])
+    return words + (["--tracking.uri", tracking.uri] if tracking.uri else [])
+
+
+def tracking_of(args: argparse.Namespace, sweep: str | None, storage: str) -> TrackingConfig:
+    """Where a sweep is recorded: as the options say, else as its own plan does, else by default.
+
+    Raises:
+        ConfigError: somebody else wrote the address in the plan, to which the user's own key for MLflow would go.
+    """
+    from rlx.sweeps import records
+
+    given = {"uri": args.tracking_uri, "experiment": args.experiment}
+    planned = TrackingConfig()
+    if not args.tracking_uri:
+        planned = records.planned_tracking(open_storage(storage, create=False), sweep, trust=args.trust)
+    return planned.model_copy(update={key: value for key, value in given.items() if value})
 
 
 def judged_by(args: argparse.Namespace, sweep: Sweep) -> tuple[str, Mode]:
@@ -139,5 +153,5 @@ def existing_uri(storage: Path) -> str:
         ConfigError: the folder does not exist.
     """
     if not storage.is_dir():
-        raise ConfigError(f"no storage folder {storage}")
+        raise ConfigError(f"no storage folder {storage}; --tracking.uri names the MLflow store of a sweep elsewhere")
     return mlflow.default_uri(storage)

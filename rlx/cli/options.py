@@ -18,7 +18,8 @@ from typing import Annotated, Any, Literal
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from rlx.config.errors import EMPTY, ConfigError, called_here, meant, most_similar, nearest
+from rlx.cli.arguments import elsewhere_option, meant_option, similar_option
+from rlx.config.errors import EMPTY, ConfigError, called_here, meant, nearest
 from rlx.config.loading import parse_yaml
 from rlx.config.run import RunConfig, is_setting, sections, settings
 from rlx.config.sections.base import flatten
@@ -105,6 +106,8 @@ class CommandParser(argparse.ArgumentParser):
         hint = ""
         if choice := _CHOICE.search(message):
             hint = meant(choice[1].lower(), re.findall(r"'([^']*)'", choice[2]))
+        elif unknown := re.match(r"unrecognized arguments: (--[^ =]+)", message):
+            hint = similar_option(unknown[1], _names_of(self))
         self.exit(2, f"error: {message.removeprefix('argument ')}{hint} ({self.prog} --help shows all options)\n")
 
 
@@ -216,16 +219,20 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
 
 
 def _refuse(argument: str, parser: argparse.ArgumentParser) -> typing.NoReturn:
-    # argparse has no public list of a parser's options.
-    known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    known = _names_of(parser)
     if not argument.startswith("--"):
         key, equals, value = argument.lstrip("+").partition("=")
         hint = f"; here it is --{key} {value}" if equals and is_setting(key.replace("-", "_")) else ""
-        hint = hint or (_meant(f"-{argument}", known) if re.match("-[a-z]", argument) else "")
-        hint = hint or (_elsewhere(key, known) if equals else "")  # as veRL's settings are written
+        hint = hint or (meant_option(f"-{argument}", known) if re.match("-[a-z]", argument) else "")
+        hint = hint or (elsewhere_option(key, known) if equals else "")  # as veRL's settings are written
         raise ConfigError(f"unexpected argument {argument!r}{hint}")
     name = argument.partition("=")[0]
-    raise ConfigError(f"unknown option {name}{_meant(name, known)}")
+    raise ConfigError(f"unknown option {name}{meant_option(name, known)}")
+
+
+def _names_of(parser: argparse.ArgumentParser) -> list[str]:
+    # argparse has no public list of a parser's options.
+    return [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
 
 
 def _refuse_empty(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -247,32 +254,6 @@ def _may_be_empty(setting: FieldInfo | None) -> bool:
     except ValidationError:
         return False
     return True
-
-
-def _meant(name: str, known: Sequence[str]) -> str:
-    """What an unknown option may mean: the one setting that ends so, a setting's name elsewhere, or the nearest one."""
-    word = name.removeprefix("--").replace("_", "-")
-    if elsewhere := _elsewhere(word, known):
-        return elsewhere
-    options = [option for option in known if option.endswith(f".{word}")]
-    if len(options) == 1:
-        return f"; here it is {options[0]}"
-    # Without the dashes, which all options share and which make short words alike; and without sections, as the word.
-    names = {option.removeprefix("--"): option for option in known}
-    if "." not in word:
-        ends: dict[str, str] = {}
-        for each, option in names.items():  # several sections may have a setting of that name
-            end = each.rpartition(".")[2]
-            ends[end] = f"{ends[end]}, {option}" if end in ends else option
-        names = ends | names
-    found = most_similar(word, list(names))
-    return f"; nearest: {names[found]}" if found else ""
-
-
-def _elsewhere(name: str, known: Sequence[str]) -> str:
-    """The known option that another library or an earlier version calls so, in words; empty: there is none."""
-    here, note = called_here(name, [option.removeprefix("--").replace("-", "_") for option in known])
-    return f"; here it is --{here.replace('_', '-')}{note}" if here else ""
 
 
 def _split_entries(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -33,6 +33,7 @@ _BELOW = re.compile(
     r"(?P<storage>(\w+://)?+/?[^/].*?)(/sweeps/[^/]+)?"  # a storage is a folder; `?+` keeps :// from being one
     r"/runs/(?!step_\d+(/|$))[^/]+(/step_\d+)?/?"  # of checkpoints alone are no runs
 )
+_SWEEP = re.compile(r"(?P<storage>.+)/sweeps/(?P<name>[^/?]+)/?(?P<options>\?.*)?")
 _SCHEMES, _SCHEME = ("file", "s3"), re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/{1,2})")
 
 
@@ -90,6 +91,12 @@ def storage_above(address: str) -> str | None:
     path = without_options(address)
     found = _BELOW.fullmatch(path)
     return found["storage"] + address[len(path) :] if found else None
+
+
+def split_sweep(address: str) -> tuple[str, str] | None:
+    """Returns the name of the sweep at an address, and the address of its storage; None for what lies elsewhere."""
+    found = _SWEEP.fullmatch(address)
+    return (found["name"], found["storage"] + (found["options"] or "")) if found else None
 
 
 def without_options(address: str) -> str:

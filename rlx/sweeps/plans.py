@@ -42,6 +42,7 @@ from rlx.sweeps import searchers
 from rlx.sweeps.choices import refuse_choices, tell_unscheduled
 from rlx.sweeps.records import (
     PLAN_FILE,
+    SPACE_FILE,
     SweepPlan,
     TrialRecord,
     TrialRecords,
@@ -51,6 +52,7 @@ from rlx.sweeps.records import (
     read_plan,
     record_of,
     refuse_existing,
+    signed_content,
 )
 from rlx.sweeps.room import concurrency, most_at_once
 from rlx.sweeps.schedulers.schedule import Schedule
@@ -60,7 +62,6 @@ from rlx.tracking import outbox
 from rlx.tracking.base import MetricPoint
 from rlx.tracking.services import mlflow
 
-_SPACE_FILE = "space.py"
 _SIZES = ("train.prompts_per_step", "train.samples_per_prompt", "rollout.max_tokens")
 """settings whose product is the most tokens of a step"""
 _ROUNDS = ("algorithm.advantage", "algorithm.filter_groups", "algorithm.filter_rounds")  # of answers in a step
@@ -278,7 +279,7 @@ def create_sweep(plan: SweepPlan, storage: Storage) -> None:
     tell_unscheduled(plan, varied_keys(load_space(plan.space, plan.tree)))
     content, code = plan_content(plan), Path(plan.space).read_text()
     (folder / SIGNATURE).write_text(Signer.new().sign({"plan": content, "space": code}))
-    (folder / _SPACE_FILE).write_text(code)
+    (folder / SPACE_FILE).write_text(code)
     (folder / PLAN_FILE).write_text(json.dumps(content, indent=1))
 
 
@@ -318,25 +319,24 @@ def saved_sweep(storage: Storage, name: str | None, *, trust: bool = False) -> S
     """
     folder = find_sweep(storage, name)
     try:
-        content, space = (folder / PLAN_FILE).read_json(), (folder / _SPACE_FILE).read_text()
-        recorded = read_plan({"defaults": 1} | content)
+        signed = signed_content(folder)
+        recorded = read_plan({"defaults": 1} | signed["plan"])
         plan = recorded.with_its_defaults()
         if plan.name != folder.name:
             raise ValueError(plan.name)
     except (TypeError, ValueError, RecursionError, FileNotFoundError):
-        raise ConfigError(f"sweep {folder.path} is damaged: it is not what rlx wrote") from None
-    signed = {"plan": content, "space": space}
+        raise ConfigError(f"sweep {folder} is damaged: it is not what rlx wrote") from None
     if trust:
         (folder / SIGNATURE).write_text(Signer.new().sign(signed))
     elif not signatures.is_own_folder(folder, signed):
         raise ConfigError(
-            f"this user did not write sweep {folder.name!r}, whose search space is code: read {_SPACE_FILE} and "
-            f"{PLAN_FILE} in {folder.path}; --trust runs them"
+            f"this user did not write sweep {folder.name!r}, whose search space is code: read {SPACE_FILE} and "
+            f"{PLAN_FILE} in {folder}; --trust runs them"
         )
     # The original may be on another machine.
     copy = Path(tempfile.mkdtemp(prefix=f"rlx-space-{os.getpid()}-"), Path(plan.space).name)
     atexit.register(shutil.rmtree, copy.parent, ignore_errors=True)
-    copy.write_text(space)
+    copy.write_text(signed["space"])
     tree = with_task(plan.tree, str(copy)) if recorded.defaults < 3 else plan.tree
     return replace(plan, tree=tree, space=str(copy))
 

@@ -22,6 +22,7 @@ from rlx.config.errors import ConfigError, nearest
 from rlx.config.experiment import over_experiment
 from rlx.config.loading import from_tree
 from rlx.config.run import RunConfig, is_default_storage
+from rlx.config.sections.records import TrackingConfig
 from rlx.config.sweep import (
     DEFAULT_ALPHA,
     DEFAULT_METRIC,
@@ -34,11 +35,12 @@ from rlx.config.sweep import (
     SearchName,
 )
 from rlx.runs import preflight
+from rlx.storage import signatures
 from rlx.storage.filesystem import Storage, retry, write_record
 from rlx.tracking.base import RunStatus, TrackingService
 from rlx.tracking.tracker import OutboxTracker, services_of
 
-PLAN_FILE = "sweep.json"
+PLAN_FILE, SPACE_FILE = "sweep.json", "space.py"
 TOLD_FILE = "told.jsonl"
 _PATIENCE_S = 10.0  # longest wait for the tracking service
 DEFAULTS = 3
@@ -151,15 +153,42 @@ def find_sweep(storage: Storage, name: str | None) -> Storage:
     names = [each for each in sweeps.names() if (sweeps / each / PLAN_FILE).exists()]
     if not names or (name and name not in names):
         what = f"sweep {name}" if name else "sweeps"
-        raise ConfigError(f"no {what} in {sweeps.path}{nearest(name or '', names)}")
+        raise ConfigError(f"no {what} in {sweeps}{nearest(name or '', names)}")
     newest = max(names, key=lambda each: sweeps.filesystem.get_file_info((sweeps / each / PLAN_FILE).path).mtime)
     return sweeps / (name or newest)
+
+
+def signed_content(folder: Storage) -> dict[str, Any]:
+    """Returns what the signature in a sweep's folder is of: the content of its plan, and the code of its space."""
+    return {"plan": (folder / PLAN_FILE).read_json(), "space": (folder / SPACE_FILE).read_text()}
+
+
+def planned_tracking(storage: Storage, name: str | None, *, trust: bool = False) -> TrackingConfig:
+    """Returns where a sweep, or the newest one, is recorded by its plan; the defaults if there is none to be read.
+
+    Args:
+        trust: ask there, whoever wrote the address: the user's own key for MLflow goes with the question.
+
+    Raises:
+        ConfigError: somebody else wrote the address.
+    """
+    try:
+        signed = signed_content(folder := find_sweep(storage, name))
+        tracking = from_tree({"tracking": read_plan(signed["plan"]).tree.get("tracking", {})}).tracking
+    except (OSError, TypeError, ValueError, RecursionError):  # MLflow may know the sweep all the same
+        return TrackingConfig()
+    if tracking.uri and not (trust or signatures.is_own_folder(folder, signed)):
+        raise ConfigError(
+            f"this user did not write sweep {folder.name!r}, which is recorded at {tracking.uri}: --tracking.uri gives "
+            "that or another address, --trust takes it"
+        )
+    return tracking
 
 
 def refuse_existing(folder: Storage) -> None:
     """Raises ConfigError if the folder holds a sweep already."""
     if (folder / PLAN_FILE).exists():
-        raise ConfigError(f"sweep {folder.name!r} exists in {folder.path}: --resume {folder.name} continues it")
+        raise ConfigError(f"sweep {folder.name!r} exists in {folder}: --resume {folder.name} continues it")
 
 
 @contextmanager

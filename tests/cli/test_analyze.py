@@ -1,5 +1,6 @@
 """How the analysis refuses what it cannot read; tests/analysis has what it prints of sweeps."""
 
+import json
 import shutil
 import sqlite3
 from contextlib import closing
@@ -13,13 +14,15 @@ from rlx.cli import analyze
 from rlx.config.loading import from_tree
 from rlx.config.sections.records import TrackingConfig
 from rlx.storage.addresses import open_storage
+from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import SIGNATURE, Signer
+from rlx.sweeps.records import SweepPlan, plan_content, planned_tracking, signed_content
 from rlx.tracking.services import mlflow
 
 
 def test_an_analysis_makes_no_storage_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert analyze.main(["--storage", str(tmp_path / "storage")]) == 1
-    assert capsys.readouterr().err == f"error: no storage folder {tmp_path}/storage\n"
+    assert capsys.readouterr().err.startswith(f"error: no storage folder {tmp_path}/storage; --tracking.uri names ")
     assert not list(tmp_path.iterdir())
 
 
@@ -28,7 +31,9 @@ def test_an_analysis_makes_no_storage_folder(tmp_path: Path, capsys: pytest.Capt
     [
         (["--mode", "best"], "error: --mode: invalid choice: 'best'"),
         (["--mode", "MAX"], "(choose from 'max', 'min'); nearest: max"),
-        (["--swep", "s"], "unrecognized arguments: --swep s"),
+        (["--swep", "s"], "unrecognized arguments: --swep s; nearest: --sweep ("),
+        (["--uri=x"], "unrecognized arguments: --uri=x; here it is --tracking.uri ("),
+        (["--output_dir", "x"], "unrecognized arguments: --output_dir x ("),  # which is the storage of `rlx train`
         (["--exp", "rlx"], "unrecognized arguments: --exp rlx"),  # options are written out
     ],
 )
@@ -80,8 +85,34 @@ def test_the_storage_that_is_there_has_the_database(tmp_path: Path) -> None:
 def test_a_printed_command_finds_its_sweep_wherever_that_is() -> None:
     assert analyze.sweep_words("nb", "storage", TrackingConfig()) == ["--sweep", "nb"]
     tracking = TrackingConfig(uri="http://host:5000", experiment="my sums")
-    words = ["--sweep", "nb", "--storage", "/my runs", "--experiment", "my sums", "--tracking-uri", "http://host:5000"]
+    words = ["--sweep", "nb", "--storage", "/my runs", "--experiment", "my sums", "--tracking.uri", "http://host:5000"]
     assert analyze.sweep_words("nb", "/my runs", tracking) == words
+
+
+def test_a_sweep_is_read_where_its_own_plan_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is at these addresses: the error names the one that was asked."""
+    folder = Storage.local(tmp_path) / "sweeps" / "s"
+    at = {name: f"sqlite:///{tmp_path}/{name}/mlflow.db" for name in ("planned", "given")}
+    plan = SweepPlan("s", {"tracking": {"uri": at["planned"], "experiment": "sums"}}, "space.py")
+    (folder / "sweep.json").write_text(json.dumps(plan_content(plan)))
+    (folder / "space.py").write_text("")
+
+    def asked(*words: str) -> str:
+        assert analyze.main([*words, "--storage", str(tmp_path)]) == 1
+        return capsys.readouterr().err
+
+    theirs = f"error: this user did not write sweep 's', which is recorded at {at['planned']}: --tracking.uri gives"
+    assert asked().startswith(theirs) and asked("--sweep", "s").startswith(theirs)
+    planned, given = (f"error: no MLflow database {tmp_path}/{name}/mlflow.db\n" for name in at)
+    assert asked("--trust") == planned and not (folder / SIGNATURE).exists()
+    (folder / SIGNATURE).write_text(Signer.new().sign(signed_content(folder)))
+    assert asked() == asked("--sweep", "s") == planned
+    assert asked("--tracking.uri", at["given"]) == asked("--tracking-uri", at["given"]) == given
+    assert asked("--sweep", "other") == f"error: no MLflow database {tmp_path}/mlflow.db\n"  # by its name in MLflow
+    assert analyze.main(["--sweep", f"{tmp_path}/sweeps/s"]) == 1 and capsys.readouterr().err == planned
+    assert planned_tracking(Storage.local(tmp_path), None).experiment == "sums"
+    (folder / "sweep.json").write_text("[1]")
+    assert asked("--sweep", "s") == f"error: no MLflow database {tmp_path}/mlflow.db\n"
 
 
 def named(name: str) -> Any:

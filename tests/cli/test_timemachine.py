@@ -10,13 +10,16 @@ from replay_cases import keep, run_of
 
 from rlx.analysis.statistics import Estimate
 from rlx.cli import main as rlx
+from rlx.cli.arguments import find_sweep_place
 from rlx.cli.timemachine import lineage, pairing, replay, running, step_tables, verify, whatif
+from rlx.config.errors import ConfigError
 from rlx.replay import branches
 from rlx.replay.comparing import Compared, Comparison
 from rlx.replay.pairs import Paired
 from rlx.replay.verifying import Fact
 from rlx.samples import gradients
 from rlx.storage.addresses import open_storage
+from rlx.sweeps.records import SweepPlan
 
 EQUAL = tuple(Compared(step, name, 0.5, 0.5) for step in (4, 5) for name in ("kl/ref", "policy/loss"))
 FAULTY = (*EQUAL[:3], Compared(5, "policy/loss", 0.5, math.nextafter(0.5, 1)), Compared(6, "kl/ref", None, 1.0))
@@ -196,6 +199,7 @@ def test_bad_input_is_one_line(
         ("replay", ["a@3", "--step", "3"], "a@3 is a checkpoint; give the run: a"),
         ("verify", ["a@best"], "a@best is a checkpoint; give the run: a"),
         ("whatif", ["a@3"], "the following arguments are required: --steps"),
+        ("whatif", ["a@3", "--steps", "3", "--set", "a=b", "--gp=3"], "unrecognized arguments: --gp=3; nearest: --gap"),
     ],
 )
 def test_options_have_their_values(
@@ -216,6 +220,35 @@ def test_only_places_may_differ_from_the_record(tmp_path: Path, capsys: pytest.C
         running.moved(parser.parse_args(["--set", "train.actor_lr=1"]))
 
 
+@pytest.mark.parametrize(
+    ("which", "found"),
+    [
+        (None, (None, "kept")),
+        ("s", ("s", "kept")),
+        ("s3://bucket/x/sweeps/s/?region=a", ("s", "s3://bucket/x?region=a")),
+        ("file:///x/sweeps/s", ("s", "file:///x")),
+        ("/x/sweeps/s/", ("s", "/x")),
+        ("x/sweeps/s", ("s", f"{Path.cwd()}/x")),
+    ],
+)
+def test_a_sweep_is_named_by_its_name_folder_or_address(which: str | None, found: tuple[str | None, str]) -> None:
+    assert find_sweep_place(which, "kept") == found
+
+
+@pytest.mark.parametrize("which", ["s3://bucket/x/runs/s", "x/sweeps/s/runs/trial_00000", "x/s"])
+def test_an_address_of_something_else_is_no_sweep(which: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{which}: expected the name of a sweep, or its address, STORAGE/sweeps/"):
+        find_sweep_place(which, "kept")
+
+
+def test_printed_commands_of_a_lineage_find_its_sweeps(tmp_path: Path) -> None:
+    plan = SweepPlan("s", {"tracking": {"uri": "http://host:5000", "experiment": "sums"}}, "space.py", scheduler="pbt")
+    *_, line = lineage.rerun_commands(tmp_path, plan, "s3://bucket/x")
+    place = "--storage s3://bucket/x --experiment sums --tracking.uri http://host:5000"
+    compared = "--against s-constant --metric eval/accuracy --mode max"
+    assert line == f"rlx analyze --sweep s-schedule {place} {compared}"
+
+
 def test_a_lineage_needs_a_population(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "sweeps" / "s"
     folder.mkdir(parents=True)
@@ -224,4 +257,6 @@ def test_a_lineage_needs_a_population(tmp_path: Path, capsys: pytest.CaptureFixt
     assert lineage.main(["--storage", str(tmp_path)]) == 1
     assert "this user did not write sweep 's'" in capsys.readouterr().err
     assert lineage.main(["--storage", str(tmp_path), "--trust"]) == 1
+    assert "sweep s had --scheduler none: only settings of pbt change" in capsys.readouterr().err
+    assert lineage.main([str(folder)]) == 1
     assert "sweep s had --scheduler none: only settings of pbt change" in capsys.readouterr().err

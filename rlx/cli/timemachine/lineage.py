@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rlx.cli import listing
-from rlx.cli.arguments import add_storage, terminal_width
+from rlx.cli.analyze import sweep_words
+from rlx.cli.arguments import add_storage, find_sweep_place, terminal_width
 from rlx.cli.options import CommandParser, exit_code
 from rlx.config.errors import ConfigError
 from rlx.config.run import storage_words
@@ -32,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "schedules, to be run from the start on fresh seeds beside the best constant setting.",
         allow_abbrev=False,
     )
-    parser.add_argument("sweep", metavar="SWEEP", nargs="?", help="a sweep's name (default: the newest)")
+    shown = "a sweep's name, or its folder or address (default: the newest)"
+    parser.add_argument("sweep", metavar="SWEEP", nargs="?", help=shown)
     parser.add_argument("--trial", metavar="NAME", help="the trial, e.g. trial_00003 (default: the best)")
     parser.add_argument("--out", metavar="DIR", help="folder for the files (default: analysis/SWEEP in the storage)")
     add_storage(parser, "sweeps")
@@ -45,13 +47,14 @@ def write_lineage(args: argparse.Namespace) -> int:
     from rlx.storage.addresses import local_folder, open_storage
     from rlx.sweeps.records import TrialRecords, find_sweep
 
-    storage = open_storage(args.storage, create=False)
-    find_sweep(storage, args.sweep)
+    sweep, address = find_sweep_place(args.sweep, args.storage)
+    storage = open_storage(address, create=False)
+    find_sweep(storage, sweep)
     from rlx.sweeps import plans  # takes seconds to import
     from rlx.sweeps.schedulers import lineage
     from rlx.sweeps.space import load_space
 
-    plan = plans.saved_sweep(storage, args.sweep, trust=args.trust)
+    plan = plans.saved_sweep(storage, sweep, trust=args.trust)
     if plan.scheduler != "pbt":
         raise ConfigError(f"sweep {plan.name} had --scheduler {plan.scheduler}: only settings of pbt change")
     folder, varied = storage / "sweeps" / plan.name, list(load_space(plan.space, plan.tree))
@@ -75,9 +78,9 @@ def write_lineage(args: argparse.Namespace) -> int:
     constant, which = lineage.constant_settings(plan, records, lineages, winner)
     schedule = lineage.scheduled_settings(lineages[winner])
     print(f"the constant settings beside it are {which}\n")
-    out = Path(args.out) if args.out else local_folder(args.storage) / "analysis" / plan.name
+    out = Path(args.out) if args.out else local_folder(address) / "analysis" / plan.name
     write_files(out, plan, {"schedule": schedule, "constant": constant}, varied)
-    print("\n".join(rerun_commands(out, plan, args.storage)))
+    print("\n".join(rerun_commands(out, plan, address)))
     return 0
 
 
@@ -115,5 +118,6 @@ def rerun_commands(out: Path, plan: SweepPlan, storage: str) -> list[str]:
         for name, sweep in names.items()
     ]
     lines = [[*words, *metric, *place] for words in lines]
-    lines.append(["analyze", "--sweep", names["schedule"], "--against", names["constant"], *metric, *place])
+    found = sweep_words(names["schedule"], storage, plan.config.tracking)
+    lines.append(["analyze", *found, "--against", names["constant"], *metric])
     return [shlex.join(["rlx", *words]) for words in lines]

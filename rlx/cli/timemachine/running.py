@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rlx.cli import listing
-from rlx.cli.arguments import add_storage, terminal_width
+from rlx.cli.arguments import add_storage, add_tracking_uri, terminal_width
 from rlx.cli.options import CommandParser, end_on_signals, parse, settings_parser, signal_received
 from rlx.config.errors import ConfigError, meant
 from rlx.config.run import is_setting, setting_keys
@@ -34,7 +34,7 @@ def parser_of(description: str, usage: str) -> argparse.ArgumentParser:
     """A parser with the options that all of these commands have."""
     parser = CommandParser(description=description, usage=f"%(prog)s {usage}", allow_abbrev=False)
     add_storage(parser)
-    parser.add_argument("--tracking-uri", metavar="URI", help="MLflow store of the record (default: the run's own)")
+    add_tracking_uri(parser, "MLflow store of the record (default: the run's own)")
     parser.add_argument("--ray-address", metavar="ADDRESS", help="Ray cluster to join (default: that of RAY_ADDRESS)")
     parser.add_argument(
         "--trust", action="store_true", help="run the code, models and prompts that another person's run names"

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return branched_sweep.sweep_branches(args, others)
         if others:
-            raise ConfigError(f"unexpected argument {others[0]!r}")
+            parser.error(f"unrecognized arguments: {' '.join(others)}")
         return what_if(args, running.changed_settings(args.set))
 
     return exit_code(script)
