@@ -200,6 +200,7 @@ def test_bad_input_is_one_line(
         ("verify", ["a@best"], "a@best is a checkpoint; give the run: a"),
         ("whatif", ["a@3"], "the following arguments are required: --steps"),
         ("whatif", ["a@3", "--steps", "3", "--set", "a=b", "--gp=3"], "unrecognized arguments: --gp=3; nearest: --gap"),
+        ("whatif", ["a@3", "--steps", "3", "--set", "seed=1", "--trials", "3"], "unrecognized arguments: --trials 3 ("),
     ],
 )
 def test_options_have_their_values(

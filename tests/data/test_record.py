@@ -71,4 +71,4 @@ def test_a_damaged_record_is_refused_in_one_line_with_its_file(content: bytes, f
     (Path(folder.path) / RECORD).write_bytes(content)
     with pytest.raises(ConfigError) as refused:
         check_record(folder, *prompts())
-    assert str(refused.value) == f"{folder.path}/{RECORD} is damaged: it is not what rlx wrote"
+    assert str(refused.value) == f"{folder}/{RECORD} is damaged: it is not what rlx wrote"

@@ -168,7 +168,6 @@ def test_words_of_the_commands() -> None:
     [
         ([], "give --set SETTING=VALUE, or --space FILE"),
         (["--set", "seed=1", "--space", "x.py"], "give --set SETTING=VALUE, or --space FILE"),
-        (["--set", "seed=1", "--trials", "3"], "unexpected argument '--trials'"),
         (["--space", "x.py", "--seeds", "3"], "branches go on from one state, with its seed"),
         (["--space", "x.py", "--scheduler", "pbt"], "branches go on from one state, with its seed"),
         (["--space", "x.py", "--interleave", "2"], "branches have the engines and GPUs of the run"),

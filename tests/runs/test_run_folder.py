@@ -628,7 +628,7 @@ def test_a_checkpoint_that_has_a_start_of_its_own_is_one_to_start_from(tmp_path:
 def test_no_run_starts_from_what_is_not_whole(init_state: str, tmp_path: Path) -> None:
     place = put(tmp_path, 5).folder
     (place / "rank_00000.safetensors").write_text("xx")
-    said = f"checkpoint {place.path} is not complete: rank_00000.safetensors has 2 bytes, not 1"
+    said = f"checkpoint {place} is not complete: rank_00000.safetensors has 2 bytes, not 1"
     assert refusal(starting(place.path, init_state)) == said
     said = f"checkpoint {tmp_path}/step_000006 is not complete: there are no files"
     assert refusal(starting(tmp_path / "step_000006", init_state)) == said

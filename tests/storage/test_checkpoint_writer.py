@@ -228,7 +228,7 @@ def test_only_damaged_checkpoints_are_an_error_on_all_ranks(ranks: int, on_ranks
         (entry.folder / checkpoint_manifest.MANIFEST).write_text("no manifest")
     (text, messages), *others = on_ranks(ranks, find_newest_error, where)
     why = "manifest.json is not a manifest"
-    assert text == f"no checkpoint in {folder.path} is complete; the oldest: checkpoint step_000001: {why}"
+    assert text == f"no checkpoint in {folder} is complete; the oldest: checkpoint step_000001: {why}"
     aside = "it is set aside, and the checkpoint before it is used"
     assert messages == [f"checkpoint step_00000{step}: {why}; {aside}" for step in (2, 1)]
     assert others == [(text, [])] * (ranks - 1)
