@@ -118,7 +118,7 @@ def kept_summary(run: Storage, steps: Sequence[KeptStep], table: pa.Table, shown
         f"mean score {mean:.4g}, {right:.0%} right",
         *([f"the environments of {failed} failed"] if failed else []),
         *([f"{missing} files of other ranks are missing"] if missing else []),
-        f"in {run.path}/completions",
+        f"in {run}/completions",
     ]
     return "; ".join(parts)
 
@@ -178,7 +178,7 @@ def write_page(args: argparse.Namespace) -> int:
     if not (shown := choosing.shown(steps)):
         raise ConfigError(f"no step of run {' and run '.join(names)} has kept a completion: {_SHARE}")
     title = f"Completions of run {' and run '.join(names)}"
-    facts = {name: f"{run.path}/completions" for name, run in runs}
+    facts = {name: f"{run}/completions" for name, run in runs}
     told = sys.stderr if is_printed(file) else sys.stdout
     try:
         rewrite_file(file, page.completions_page(title, shown, facts).encode())

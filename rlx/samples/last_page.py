@@ -51,5 +51,5 @@ def _page(run: Storage, name: str, is_late: threading.Event) -> list[str]:
             return []
         each = PageLimits(1, _LIMITS.completions // len(steps), _LIMITS.tokens // len(steps))
         rows += shown([(name, run, [step])], each)
-    facts = {name: f"{run.path}/completions"}
+    facts = {name: f"{run}/completions"}
     return [completions_page(f"Completions of run {name}", rows, facts)] if rows else []

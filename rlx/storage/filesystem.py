@@ -221,7 +221,7 @@ def check_free(folder: Storage, needed: int, what: str, instead: str = "give ano
     existing = next(path for path in (Path(folder.path), *Path(folder.path).parents) if path.exists())
     if (free := shutil.disk_usage(existing).free) < needed:
         raise StorageError(
-            f"storage {folder.path}: {free / 2**20:,.1f} MiB are free on its disk, and {what} takes about "
+            f"storage {folder}: {free / 2**20:,.1f} MiB are free on its disk, and {what} takes about "
             f"{needed / 2**20:,.1f} MiB: free some, or {instead}"
         )
 

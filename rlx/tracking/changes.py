@@ -38,7 +38,7 @@ def note_changes(folder: Storage, tree: Mapping[str, Any], start: CheckpointEntr
     Raises:
         ConfigError, StorageError: what was kept before is damaged, or the storage keeps failing.
     """
-    manifest, known = start and start.manifest, retry(partial(noted_changes, folder), f"reading {folder.path}")
+    manifest, known = start and start.manifest, retry(partial(noted_changes, folder), f"reading {folder}")
     step, changed = (manifest.step, steps_differ_in(manifest.config, tree)) if manifest else (0, set())
     again = bool(changed) or max(known, default=-1) >= step
     if again:  # also when nothing changes now: later resumes have the same steps to do again
@@ -55,7 +55,7 @@ def note_resume(folder: Storage, before: Mapping[str, Any], tree: Mapping[str, A
     Raises:
         ConfigError, StorageError: as `note_changes`.
     """
-    known = retry(partial(noted_changes, folder), f"reading {folder.path}")
+    known = retry(partial(noted_changes, folder), f"reading {folder}")
     if changed := steps_differ_in(before, tree):
         _write(folder, known | {0: sorted(changed)})
 
@@ -74,7 +74,7 @@ def noted_changes(folder: Storage) -> dict[int, list[str]]:
     try:
         return _CHANGES.validate_json(file.read_text())
     except ValueError:
-        raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
+        raise ConfigError(f"{file} is damaged: it is not what rlx wrote") from None
 
 
 def _write(folder: Storage, noted: dict[int, list[str]]) -> None:

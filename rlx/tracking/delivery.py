@@ -156,7 +156,7 @@ class Delivery:
             what = "refuses the run, and with it its" if failure is Failure.REFUSED else "takes no"
             self._notify_once(
                 f"{self.service.title} at {self.service.address} {what} records ({self.service.cause(error)}): "
-                f"training goes on, they are kept in {self._folder.path}/outbox"
+                f"training goes on, they are kept in {self._folder}/outbox"
             )
         # Not at once: another process may be making a new run.
         is_held = failure is not Failure.AWAY and self._failures >= _FAILURES_TO_NOTIFY

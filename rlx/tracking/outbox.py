@@ -135,7 +135,7 @@ def read_entry(file: Storage) -> OutboxEntry | None:
         return None
     except OSError:
         if file.exists() and file.size() is None:
-            raise ValueError(f"{file.path} is a folder") from None
+            raise ValueError(f"{file} is a folder") from None
         raise
     kind, content = EntryKind(saved["kind"]), dict(saved["content"])
     request: Any = partial(TrackingService.make_run, key="") if kind == EntryKind.OPEN else getattr(RunWriter, kind)
@@ -156,7 +156,7 @@ def read_run_record(folder: Storage) -> RunRecord:
         texts = {name: str(value) for name, value in file.read_json().items() if value is not None}
         ids = {name.removesuffix(_ID): value for name, value in texts.items() if name.endswith(_ID)}
     except (ValueError, TypeError, AttributeError, RecursionError):
-        raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
+        raise ConfigError(f"{file} is damaged: it is not what rlx wrote") from None
     return RunRecord(ids, texts.get("key"))
 
 
@@ -168,7 +168,7 @@ def add_key(folder: Storage, key: str) -> None:
         StorageError: the folder cannot be read or written.
     """
     with _RECORD:
-        record = retry(partial(read_run_record, folder), f"reading {folder.path}/run.json")
+        record = retry(partial(read_run_record, folder), f"reading {folder}/run.json")
         if record.key is None:
             _write_run_record(folder, replace(record, key=key))
 
@@ -221,10 +221,10 @@ class OutboxQueue:
             StorageError: the folder cannot be read.
         """
         damaged = []
-        for name in retry(partial(entry_names, self.folder), f"reading {self.folder.path}"):
+        for name in retry(partial(entry_names, self.folder), f"reading {self.folder}"):
             file = self.folder / name
             try:
-                entry = retry(partial(read_entry, file), f"reading {file.path}")
+                entry = retry(partial(read_entry, file), f"reading {file}")
             except StorageError:
                 raise
             except (ValueError, KeyError, TypeError):

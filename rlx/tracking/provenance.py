@@ -126,7 +126,7 @@ def read_provenance(run: Storage) -> Provenance | None:
     try:
         return Provenance.model_validate(file.read_json())
     except (ValidationError, ValueError, TypeError):
-        raise ConfigError(f"{file.path} is damaged: it is not what rlx wrote") from None
+        raise ConfigError(f"{file} is damaged: it is not what rlx wrote") from None
 
 
 @functools.cache

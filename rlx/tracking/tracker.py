@@ -197,7 +197,7 @@ def _started(service: TrackingService, folder: Storage, writer: str, notify: Not
     """Sends what an earlier tracker has left for a service, and what will be added."""
     queue = OutboxQueue(entries_of(folder, writer, service.name))
     for file in queue.load():
-        notify(f"{file.path} is damaged: it is not sent to {service.title}")
+        notify(f"{file} is damaged: it is not sent to {service.title}")
     delivery = Delivery(service, folder, queue, notify)
     delivery.start()
     return delivery
