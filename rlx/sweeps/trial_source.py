@@ -109,7 +109,7 @@ class SeededSearch:
     def tell(self, number: int, value: float | None) -> None:
         """Takes a trial's value, None if it failed; gives the search the mean when all seeds are over.
 
-        It hears nothing of seeds that were added later.
+        A value that is not finite counts as none. The search hears nothing of seeds that were added later.
         """
         candidate, seed_index = place_of(number, self._count, len(self._seeds))
         if seed_index >= len(self._seeds):
@@ -117,10 +117,10 @@ class SeededSearch:
         values = self._values.setdefault(candidate, [])
         values.append(value)
         if len(values) == len(self._seeds):
-            known = [each for each in values if each is not None]
+            known = [each for each in values if each is not None and math.isfinite(each)]
             mean = sum(known) / len(known) if known else None
             self._end(candidate, mean)
-            if mean is not None and math.isfinite(mean):
+            if mean is not None:
                 self._lowest = mean if self._lowest is None else min(self._lowest, mean)
 
     def _end(self, candidate: int, value: float | None) -> None:

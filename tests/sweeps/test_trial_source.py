@@ -343,6 +343,14 @@ def test_a_search_for_low_values_is_told_that_they_are_high(folder: Storage) -> 
     assert search.told == {"0": -7.0, "1": -3.0}
 
 
+def test_a_value_that_is_not_finite_counts_as_that_of_a_failed_trial(folder: Storage) -> None:
+    search = Recording()
+    new = trials(folder, search, candidates=2, seeds=[0, 1])
+    for trial, value in zip(all_of(new), (math.nan, -math.inf, math.inf, 0.5), strict=True):
+        ends(new, trial, value)
+    assert search.told == {"0": None, "1": 0.5}
+
+
 def test_a_setting_of_which_all_seeds_failed_has_failed(folder: Storage) -> None:
     search = Recording()
     new = trials(folder, search, candidates=1, seeds=[0, 1])
