@@ -66,6 +66,7 @@ class Trial:
     end_ms: int | None = None  # of the last attempt, since the epoch; None while it is running
     error: str = ""  # why it failed, if it did and has said so
     planned_steps: int | None = None  # which it was to do; None if not recorded
+    histories: tuple[pd.DataFrame, ...] = ()  # of several attempts, each from the step that it goes on from, or 0
 
     def curve(self, metric: str) -> pd.Series[float]:
         """A metric by step, without steps that have no finite value, see `logged`."""
@@ -234,7 +235,8 @@ def samples(uri: str, trial: Trial) -> pd.DataFrame:
 def every_metric(uri: str, trial: Trial) -> pd.DataFrame:
     """Everything that a trial logged: a row per step, a column per metric, NaN where nothing finite was logged."""
     attempts = [mlflow.get_run(uri, run_id) for run_id in trial.run_ids]
-    history = _joined_history(uri, attempts, sorted({metric for run in attempts for metric in run.metrics}))
+    metrics = sorted({metric for run in attempts for metric in run.metrics})
+    history = _joined(attempts, [_history(uri, run, metrics) for run in attempts])
     return history.where(history.abs() < math.inf)
 
 
@@ -353,12 +355,14 @@ def _trial(
     # Nothing of earlier attempts: a setting that is None now is not recorded, and would have its old value.
     params = next((run.params for run in reversed(attempts) if run.params), {})
     stopped_at = last.tags.get("rlx.stopped", first.tags.get("rlx.stopped"))
+    histories = tuple(_history(uri, run, metrics) for run in attempts)
     return Trial(
         name=first.name.removeprefix(f"{sweep}."),
         run_ids=tuple(run.id for run in attempts),
         settings={key: setting_of(params, key) for key in varied},
         status=last.status,
-        history=_joined_history(uri, attempts, metrics),
+        history=_joined(attempts, histories),
+        histories=histories,
         stopped_at=None if stopped_at is None else int(stopped_at),
         origins=tuple(run.tags["rlx.from"] for run in attempts if "rlx.from" in run.tags),
         end_ms=last.end_ms,
@@ -367,20 +371,13 @@ def _trial(
     )
 
 
-def _joined_history(uri: str, attempts: Sequence[TrackedRun], metrics: Sequence[str]) -> pd.DataFrame:
-    """The history of a trial over all its attempts."""
-    history = pd.DataFrame(columns=list(metrics), dtype=float)
-    for run in attempts:
-        history = _continued(history, _history(uri, run, metrics), run.tags.get("rlx.from"))
-    return history
-
-
-def _continued(before: pd.DataFrame, after: pd.DataFrame, origin: str | None) -> pd.DataFrame:
-    """The history of earlier attempts up to the step that a new attempt continues from, then that of the new one."""
-    if origin is None:
-        return after
-    step = int(origin.rpartition("@")[2])
-    return after.combine_first(before[before.index <= step]).rename_axis("step")
+def _joined(attempts: Sequence[TrackedRun], histories: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """The history of a trial: of each attempt up to the step that the next one continues from, if it does."""
+    joined = histories[0]
+    for run, after in zip(attempts[1:], histories[1:], strict=True):
+        step = int(run.tags.get("rlx.from", "@-1").rpartition("@")[2])
+        joined = after.combine_first(joined[joined.index <= step]).rename_axis("step")
+    return joined
 
 
 def _history(uri: str, run: TrackedRun, metrics: Sequence[str]) -> pd.DataFrame:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -33,6 +33,8 @@ _IN_STEPS: Mapping[SchedulerName, str] = {
     "race": "pairs seeds at equal steps",
 }
 """schedulers whose rungs cannot be in tokens or GPU-seconds, and why"""
+MOST_TRIALS = 100_000
+"""of a sweep; their names have five digits"""
 _PACKAGES = {"bayesopt": "bayes_opt", "hyperopt": "hyperopt"}
 """packages that a search needs and that rlx does not install by itself"""
 _AVERAGE = "eval/ema/"
@@ -76,6 +78,7 @@ def check_choices(plan: SweepPlan) -> None:
 
 def refuse_choices(plan: SweepPlan) -> None:
     """Raises ConfigError if choices of a plan do not go together, or its space is no Python file with space()."""
+    refuse_many(plan)
     _check_metric(plan)
     if "mlflow" not in plan.config.tracking.backends:
         raise ConfigError("tracking.backends: a sweep needs mlflow among them, which its analysis reads")
@@ -95,6 +98,15 @@ def refuse_choices(plan: SweepPlan) -> None:
     if package and importlib.util.find_spec(package) is None:
         raise ConfigError(f"--search {plan.search} needs the package {package}: pip install 'rlx[search]'")
     _check_space_file(plan.space)
+
+
+def refuse_many(plan: SweepPlan) -> None:
+    """Raises ConfigError for more trials than a sweep has: making and checking them would take minutes."""
+    if plan.candidates * (plan.max_seeds or plan.seeds) > MOST_TRIALS:
+        raise ConfigError(
+            f"a sweep has at most {MOST_TRIALS:,} trials, those of all seeds counted: give fewer --trials, or a "
+            "smaller --space"
+        )
 
 
 def _check_race(plan: SweepPlan) -> None:
@@ -167,6 +179,19 @@ def tell_unscheduled(plan: SweepPlan, keys: Iterable[str]) -> None:
             "leave it out of the space",
             ", ".join(unscheduled),
         )
+
+
+def tell_few(plan: SweepPlan, known: Sequence[Mapping[str, Any]]) -> None:
+    """Warns of a checked plan that compares fewer settings than it may seem to.
+
+    Args:
+        known: the settings of its candidates; none of a search that learns.
+    """
+    if repeating := len(known) - len({repr(sorted(each.items())) for each in known}):
+        count = repeating * plan.seeds
+        _LOG.warning("warning: %d of %d trials repeat another's settings", count, plan.total_trials)
+    if plan.scheduler != "none" and plan.candidates == 1:
+        _LOG.warning("warning: --scheduler %s: it has nothing to decide: the sweep tries one setting", plan.scheduler)
 
 
 def check_key(key: Any, path: str) -> None:

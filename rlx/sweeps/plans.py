@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rlx.analysis.comparison.cost import Amount, Cost, run_cost
+from rlx.analysis.comparison.cost import Amount, Cost, on_top, run_cost
 from rlx.analysis.comparison.evidence import known_spread
 from rlx.analysis.comparison.outcomes import Judged
 from rlx.analysis.comparison.power import ASSUMED, options
@@ -39,7 +39,7 @@ from rlx.storage.checkpoint_catalog import read_checkpoint
 from rlx.storage.filesystem import Storage
 from rlx.storage.signatures import SIGNATURE, Signer
 from rlx.sweeps import searchers
-from rlx.sweeps.choices import refuse_choices, tell_unscheduled
+from rlx.sweeps.choices import refuse_choices, refuse_many, tell_few, tell_unscheduled
 from rlx.sweeps.records import (
     PLAN_FILE,
     SPACE_FILE,
@@ -91,28 +91,29 @@ def check_sweep(plan: SweepPlan) -> SweepPlan:
     if plan.scheduler == "race":
         plan = _with_checkpoints_at_rungs(plan, space)
     search = searchers.searcher(plan.search, space, plan.candidates, plan.config.seed)
+    if isinstance(search, searchers.ListSearch):
+        refuse_many(plan := replace(plan, candidates=len(search.candidates)))
     check_candidates(searchers.known_settings(search, space), plan.space, plan.tree)
-    is_list = isinstance(search, searchers.ListSearch)
-    return _within_budget(plan, space, len(search.candidates) if is_list else plan.candidates)
+    return _within_budget(plan, space)
 
 
-def _within_budget(plan: SweepPlan, space: Space, count: int) -> SweepPlan:
-    """Returns a sweep with so many candidates, or with as many as its budget pays for.
+def _within_budget(plan: SweepPlan, space: Space) -> SweepPlan:
+    """Returns a sweep with its candidates, or with as many as its budget pays for.
 
     Raises:
         ConfigError: it pays for none, or not for all of a grid.
     """
     if not plan.budget:
-        return replace(plan, candidates=count)
+        return plan
     amount = Amount.of(plan.budget)
     affordable = amount.affords(planned_cost(replace(plan, candidates=1), space))
-    if plan.search == "grid" and affordable < count:
-        raise ConfigError(f"--budget {plan.budget} pays for {affordable} settings, the grid has {count}")
-    return replace(plan, candidates=min(count, affordable))
+    if plan.search == "grid" and affordable < plan.candidates:
+        raise ConfigError(f"--budget {plan.budget} pays for {affordable} settings, the grid has {plan.candidates}")
+    return replace(plan, candidates=min(plan.candidates, affordable))
 
 
 def planned_cost(plan: SweepPlan, space: Space) -> Cost:
-    """Returns what all trials of a sweep cost at most, with all seeds that a race may add.
+    """Returns what all trials of a sweep cost at most, with all seeds that a race may add; but see `on_top`.
 
     Each trial counts as one with the largest numbers of the space; a step takes so much longer as it has more tokens.
     """
@@ -178,7 +179,7 @@ def _last_point(plan: SweepPlan, run_id: str, metric: str) -> MetricPoint:
 def prospects(plan: SweepPlan) -> list[str]:
     """Returns what a sweep costs and what it can show, in a few lines."""
     budget = f" of a budget of {plan.budget}" if plan.budget else ""
-    lines = [f"at most {planned_cost(plan, load_space(plan.space, plan.tree))}{budget}"]
+    lines = [f"at most {planned_cost(plan, load_space(plan.space, plan.tree))}{budget}{on_top(plan.scheduler)}"]
     judged = Judged.of(plan.metric)
     evaluation = plan.config.eval
     own = [each.num_prompts for each in evaluation.sets if judged and each.name == judged.name and each.num_prompts]
@@ -276,7 +277,11 @@ def create_sweep(plan: SweepPlan, storage: Storage) -> None:
     refuse_existing(folder)
     for left in ("run.json", "outbox"):  # by a start of an older rlx that was killed before its plan was written
         (folder / left).delete()
-    tell_unscheduled(plan, varied_keys(load_space(plan.space, plan.tree)))
+    space = load_space(plan.space, plan.tree)
+    tell_unscheduled(plan, varied_keys(space))
+    search = searchers.searcher(plan.search, space, plan.candidates, plan.config.seed)
+    is_list = isinstance(search, searchers.ListSearch)
+    tell_few(plan, searchers.known_settings(search, space)[: plan.candidates] if is_list else [])
     content, code = plan_content(plan), Path(plan.space).read_text()
     (folder / SIGNATURE).write_text(Signer.new().sign({"plan": content, "space": code}))
     (folder / SPACE_FILE).write_text(code)

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 from ray import tune
 from ray.tune.search import Searcher
-from ray.tune.search.sample import Categorical, Domain, Float, Integer, LogUniform, Quantized
+from ray.tune.search.sample import Categorical, Domain, Float, Integer, Quantized
 from ray.tune.search.variant_generator import generate_variants
 
 from rlx.config.errors import ConfigError
 from rlx.config.sweep import DEFAULT_METRIC, SearchName
-from rlx.sweeps.space import MODE, SINGLE_VALUE, Space, complete_settings, extremes, names_prompts, quantum
+from rlx.sweeps.choices import MOST_TRIALS
+from rlx.sweeps.space import MODE, SINGLE_VALUE, Space, complete_settings, extremes, is_log, names_prompts, quantum
 
 Points = Sequence[dict[str, Any]]
 """candidates to suggest first, in this order: those that a sweep tried before a resume"""
@@ -49,7 +50,7 @@ def _random(space: Space, count: int, seed: int, points: Points) -> Searcher:
     """
     state = np.random.RandomState(seed)
     rounds = count if any(isinstance(domain, Domain) for domain in space.values()) else 1
-    return ListSearch([drawn for _ in range(rounds) for _, drawn in generate_variants(space, random_state=state)])
+    return _listed(each for _ in range(rounds) for each in generate_variants(space, random_state=state))
 
 
 def _grid(space: Space, count: int, seed: int, points: Points) -> Searcher:
@@ -58,7 +59,12 @@ def _grid(space: Space, count: int, seed: int, points: Points) -> Searcher:
         if isinstance(domain, Domain) and not isinstance(domain, Categorical):
             raise ConfigError(f"--search grid needs a list of values for {key}: use tune.choice")
     lists = {k: tune.grid_search(d.categories) if isinstance(d, Categorical) else d for k, d in space.items()}
-    return ListSearch([drawn for _, drawn in generate_variants(lists)])
+    return _listed(generate_variants(lists))
+
+
+def _listed(variants: Iterable[tuple[Any, dict[str, Any]]]) -> ListSearch:
+    """A search of what Ray makes of a space; `choices.refuse_many` refuses those of which not all are made."""
+    return ListSearch([drawn for _, drawn in islice(variants, MOST_TRIALS + 1)])
 
 
 def _optuna(space: Space, count: int, seed: int, points: Points) -> Searcher:
@@ -67,7 +73,7 @@ def _optuna(space: Space, count: int, seed: int, points: Points) -> Searcher:
     from ray.tune.search.optuna import OptunaSearch
 
     for key, domain in space.items():
-        if isinstance(domain, Integer) and quantum(domain) not in (None, 1) and _is_log(domain):
+        if isinstance(domain, Integer) and quantum(domain) not in (None, 1) and is_log(domain):
             raise ConfigError(f"--search optuna takes no multiples on a log scale for {key}: use tune.lograndint")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     space = OptunaSearch.convert_search_space(space)
@@ -118,21 +124,16 @@ class GaussianProcessSearch(Searcher):
 def _scale(domain: Float, value: float) -> float:
     """Returns where in a range a value lies: 0 at the lower end, 1 at the upper one (on a log scale for loguniform)."""
     low, high = domain.lower, domain.upper
-    if _is_log(domain):
+    if is_log(domain):
         low, high, value = np.log([low, high, value])
     return float((value - low) / (high - low))
 
 
 def _unscale(domain: Float, part: float) -> float:
     """Returns the value of a range at a part of it, 0 to 1."""
-    if _is_log(domain):
+    if is_log(domain):
         return float(domain.lower * (domain.upper / domain.lower) ** part)
     return float(domain.lower + (domain.upper - domain.lower) * part)
-
-
-def _is_log(domain: Integer | Float) -> bool:
-    sampler = domain.sampler
-    return isinstance(sampler.sampler if isinstance(sampler, Quantized) else sampler, LogUniform)
 
 
 def _bayesopt(space: Space, count: int, seed: int, points: Points) -> Searcher:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from pydantic_core import to_jsonable_python
 from ray import cloudpickle
-from ray.tune.search.sample import Categorical, Domain, Float, Function, Integer, Quantized
+from ray.tune.search.sample import Categorical, Domain, Float, Function, Integer, LogUniform, Quantized
 
 from rlx.cluster.resources import ResourcePlan, plan_resources
 from rlx.config.errors import ConfigError
@@ -174,6 +174,8 @@ def _check(key: str, domain: Any, path: str, tree: Mapping[str, Any]) -> None:
         if not isinstance(value, _PLAIN):
             raise ConfigError(f"--space {path}: {key}: no setting can be a {type(value).__name__}")
         from_tree(with_overrides(dict(tree), {key: value}), f"--space {path}")
+    if isinstance(domain, Float):
+        _check_between(key, domain, path, tree)
 
 
 def _check_range(key: str, domain: Integer | Float, path: str) -> None:
@@ -189,6 +191,18 @@ def _check_range(key: str, domain: Integer | Float, path: str) -> None:
         raise ConfigError(f"{none}; the value alone stands for itself: {lower:g}")
     if first > last:
         raise ConfigError(f"{none}: no multiple of {quantum(domain):g} is there")
+
+
+def _check_between(key: str, domain: Float, path: str, tree: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a setting accepts the ends of a range, but no number beside the lower one: 1.0 is a whole
+    number, 1.3 is none."""
+    lower, upper = domain.lower, domain.upper
+    value = nearest_in(domain, lower + (quantum(domain) or min(1.0, upper - lower) / 3))
+    try:
+        from_tree(with_overrides(dict(tree), {key: value}), f"--space {path}")
+    except ConfigError as error:
+        whole = f"tune.{'lograndint' if is_log(domain) else 'randint'}({math.ceil(lower)}, {math.floor(upper) + 1})"
+        raise ConfigError(f"{error}; {whole} has whole numbers") from None
 
 
 def check_resources(space: Space, path: str, tree: Mapping[str, Any], shared: ResourcePlan) -> None:
@@ -283,6 +297,12 @@ def _from_json(value: Any) -> Any:
 def quantum(domain: Integer | Float) -> Any:
     """The number of which all values of a quantized range are multiples; None for other ranges."""
     return domain.sampler.q if isinstance(domain.sampler, Quantized) else None
+
+
+def is_log(domain: Integer | Float) -> bool:
+    """Whether values of a range are sampled by their logarithms."""
+    sampler = domain.sampler
+    return isinstance(sampler.sampler if isinstance(sampler, Quantized) else sampler, LogUniform)
 
 
 def nearest_in(domain: Integer | Float, value: float) -> float:

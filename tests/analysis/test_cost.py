@@ -1,11 +1,12 @@
 """Budgets: what they pay for, and what was spent."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from sweep_cases import groups_of, sweep, trial
 
-from rlx.analysis.comparison.cost import Amount, Cost, run_cost, spent, spent_line
+from rlx.analysis.comparison.cost import Amount, Cost, cost_line, run_cost, spent, spent_line
 from rlx.analysis.page import comparison_figures, figures
 from rlx.config.errors import ConfigError
 from rlx.config.sweep import DEFAULT_METRIC
@@ -76,6 +77,20 @@ def test_a_branch_has_not_spent_what_its_parent_did() -> None:
     assert spent(sweep(branch), gpus=2) == (20, 2000, pytest.approx(16))
     begun = trial(2, {LR: 1.0}, {30: 0.5})
     assert spent(sweep(branch, begun), gpus=2) == (20, 2000, pytest.approx(16))
+
+
+def test_steps_that_pbt_discards_were_paid_for() -> None:
+    """Four steps, of which the last two were discarded; then four from step 2, whose first row was another trial's."""
+    before, after = (
+        trial(0, {LR: 1.0}, dict.fromkeys(range(5), 0.5)),
+        trial(0, {LR: 2.0}, dict.fromkeys(range(2, 7), 0.6)),
+    )
+    joined = after.history.combine_first(before.history[before.history.index <= 2])
+    cloned = replace(after, history=joined, histories=(before.history, after.history))
+    population = replace(sweep(cloned), options={"scheduler": "pbt"}, planned=Cost(6, 600, 0)._asdict() | {"gpus": 0})
+    assert spent(population, gpus=1) == (8, 800, pytest.approx(10 + 8))
+    line = "spent 8 steps, 800 tokens; planned at most 6 steps, 600 tokens, without steps that pbt discards: "
+    assert cost_line(population) == f"{line}133% of its steps"
 
 
 def test_settings_that_nobody_beats_are_marked() -> None:

@@ -157,6 +157,7 @@ def test_a_continued_trial_has_one_history_and_its_last_settings(uri: str) -> No
     assert trial.origins == ("trial_1@2", "trial_0@4")
     assert (trial.status, len(trial.run_ids)) == ("FINISHED", 3)
     assert trial.seconds == 12.5  # steps that a continuation replaced do not count
+    assert [list(each.index) for each in trial.histories] == [[0, 1, 2, 3, 4], [3, 4], [5, 6]]
     assert (other.origins, len(other.run_ids)) == ((), 1)
 
 

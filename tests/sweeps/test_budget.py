@@ -151,6 +151,8 @@ def test_a_plan_says_what_it_costs_and_shows(plan: SweepPlan) -> None:
     assert shows.startswith("3 seeds and 256 questions can show a difference of 0.1 in four of five sweeps (an ass")
     assert "5 seeds: " in more
     assert questions == "at most 256 questions: one that repeats counts once, and fewer show less"
+    population = plans.prospects(replace(plan, scheduler="pbt", seeds=1))[0]
+    assert population == "at most 80 steps, 6,400 tokens, without steps that pbt discards"
     for unknown in ("eval/reward", "eval/accuracy/web"):  # of all questions, and of those of one source
         assert len(plans.prospects(replace(plan, metric=unknown))) == 1
 

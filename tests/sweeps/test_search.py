@@ -55,6 +55,7 @@ def test_a_space_is_read(tmp_path: Path) -> None:
         tmp_path, "{'train.ppo_epochs': tune.choice([1, 2]), 'train.actor_lr': tune.loguniform(1e-5, 1e-3)}"
     )
     assert list(load_space(path, {})) == ["train.ppo_epochs", "train.actor_lr"]
+    assert load_space(space_file(tmp_path, "{'train.ppo_epochs': tune.quniform(1, 3, 1)}"), {})  # 1.0, 2.0, 3.0
 
 
 def test_the_values_of_a_space_that_all_trials_have_count_for_the_others(tmp_path: Path) -> None:
@@ -99,6 +100,10 @@ def test_a_shipped_space_fits_its_search(path: Path) -> None:
         ),
         ("{'algorithm.kl_coef': tune.quniform(.5, .1, .1)}", "algorithm.kl_coef has no values to choose from between"),
         ("{'algorithm.kl_coef': tune.uniform(.1, .1)}", "between 0.1 and 0.1; the value alone stands for itself: 0.1"),
+        ("{'train.ppo_epochs': tune.uniform(1, 3)}", "a fractional part; tune.randint(1, 4) has whole numbers"),
+        ("{'train.ppo_epochs': tune.uniform(500, 5000)}", "train.ppo_epochs = 500.3: input should be a valid integer"),
+        ("{'train.ppo_epochs': tune.loguniform(1, 8)}", "a fractional part; tune.lograndint(1, 9) has whole numbers"),
+        ("{'train.ppo_epochs': tune.quniform(1, 3, 0.5)}", "train.ppo_epochs = 1.5: input should be a valid integer"),
         ("{'train.ppo_epochs': tune.randint(2, 2)}", "between 2 and 2; the value alone stands for itself: 2"),
         ("{'train.ppo_epochs': tune.qrandint(4, 2, 2)}", "between 4 and 2; the lower end comes first: 2, 4"),
         ("{'train.ppo_epochs': tune.qrandint(5, 7, 4)}", "between 5 and 7: no multiple of 4 is there"),

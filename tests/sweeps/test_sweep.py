@@ -35,7 +35,7 @@ from rlx.runs.run_folder import saved_config
 from rlx.storage import signatures
 from rlx.storage.addresses import open_storage
 from rlx.storage.filesystem import Storage
-from rlx.sweeps import plans, room, tuner
+from rlx.sweeps import choices, plans, room, searchers, tuner
 from rlx.sweeps.records import SweepPlan, TrialRecord, TrialRecords
 from rlx.sweeps.space import load_space
 from rlx.sweeps.trainable import Attempt, PPOTrial, attempt_config
@@ -309,6 +309,39 @@ def test_a_new_sweep_tells_once_of_what_can_have_no_schedule(
     created(SweepPlan("s", {"storage": str(tmp_path)}, space, scheduler="pbt"), storage)
     plans.saved_sweep(storage, "s")
     assert [message for message in caplog.messages if "train.ppo_epochs can have no schedule" in message] == [ANY]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"candidates": 4}, ["warning: 2 of 4 trials repeat another's settings"]),
+        ({"candidates": 4, "budget": "8steps"}, []),  # the first two are different
+        ({"search": "optuna"}, []),
+        ({"candidates": 1, "scheduler": "median"}, [ANY]),
+        ({"search": "grid", "candidates": 1, "scheduler": "median"}, []),
+    ],
+)
+def test_a_new_sweep_tells_of_settings_that_repeat_or_are_alone(
+    options: dict[str, Any], told: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    space = space_file(tmp_path, "{'train.ppo_epochs': tune.choice([1, 2])}")
+    tree = {"storage": str(tmp_path), "train": {"steps": 4}, "eval": {"every": 2}}
+    created(SweepPlan("s", tree, space, **options), open_storage(str(tmp_path)))
+    assert caplog.messages == told
+
+
+@pytest.mark.parametrize(("search", "candidates"), [("grid", 1), ("random", 12)])
+def test_more_settings_than_a_sweep_has_are_not_made(
+    search: SearchName, candidates: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million of a grid, and twelve random ones with each value of a list, where a hundred are the most."""
+    for module in (choices, searchers):
+        monkeypatch.setattr(module, "MOST_TRIALS", 100)
+    grid = ", ".join(f"'algorithm.{key}': tune.choice([0.1] * 100)" for key in ("kl_coef", "clip_low", "clip_high"))
+    lists = "'train.actor_lr': tune.uniform(0, 1), 'algorithm.kl_coef': tune.grid_search([0.1] * 10)"
+    space = space_file(tmp_path, f"{{{grid if search == 'grid' else lists}}}")
+    with pytest.raises(ConfigError, match=r"^a sweep has at most 100 trials"):
+        plans.check_sweep(SweepPlan("s", {}, space, search=search, candidates=candidates))
 
 
 def test_what_all_trials_of_a_population_share_is_neither_refused_nor_told_of(
@@ -681,7 +714,7 @@ def test_trials_that_failed_run_again_when_that_is_asked_for(
 @pytest.mark.slow
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_killed_trial_goes_on_or_leaves_nothing(
-    retries: int, tiny_model: Path, place: Path, nothing_left: NothingLeft
+    retries: int, tiny_model: Path, place: Path, nothing_left: NothingLeft, caplog: pytest.LogCaptureFixture
 ) -> None:
     again = {"scaling": {"max_failures": retries}}
     plan, storage = prepared(tiny_model, place, "{'reward.answer_pattern': '()'}", again, candidates=1)
@@ -699,6 +732,7 @@ def test_a_killed_trial_goes_on_or_leaves_nothing(
     state = "finished" if retries else "failed"
     assert news.states == {"trial_00000": state} == {name: record.state for name, record in results.items()}
     assert tuner.failures(results) == ([] if retries else ["trial_00000: its process was killed"])
+    assert caplog.text.count("trial_00000: its process was killed - it is started again") == retries
     assert [run.info.status for run in children(plan, storage).values()] == ["FINISHED" if retries else "FAILED"]
     steps = [metrics["step"] for metrics in news.metrics["trial_00000"] if "step" in metrics]
     assert 0 in steps and steps.count(0) == 1  # it went on from a checkpoint

@@ -7,7 +7,7 @@ import pytest
 
 from rlx.config.errors import ConfigError
 from rlx.config.sweep import SchedulerName
-from rlx.sweeps.choices import check_choices, check_key, tell_unscheduled
+from rlx.sweeps.choices import check_choices, check_key, tell_few, tell_unscheduled
 from rlx.sweeps.plans import schedule_of
 from rlx.sweeps.records import SweepPlan, plan_content, read_plan
 
@@ -50,6 +50,8 @@ FILES = {
             {"rung_by": "gpu-seconds", "scheduler": "asha"},
             "--rung-by gpu-seconds: runs use no GPU; give --rung-by",
         ),
+        ({"candidates": 10**8}, "a sweep has at most 100,000 trials, those of all seeds counted: give fewer --trials"),
+        ({"candidates": 50_001, "seeds": 2, "search": "optuna"}, "a sweep has at most 100,000 trials"),
         ({"budget": "8 hours"}, "--budget 8 hours: an amount such as 500steps, 2Mtokens, 90gpu-min or 8gpu-h"),
         ({"space": "spce.py"}, "--space .*/spce.py: no such file; nearest: space.py"),
         ({"space": "broken.py"}, "--space .*/broken.py:2: not Python: invalid syntax"),
@@ -119,6 +121,26 @@ def test_a_scheduler_that_has_nothing_to_decide_is_told_of(
         f"warning: --scheduler {scheduler}: it has nothing to decide: trials are evaluated before the first and after "
         "the last step only; give a smaller --eval.every"
     ]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "candidates", "is_told"), [("asha", 1, True), ("asha", 2, False), ("none", 1, False)]
+)
+def test_a_scheduler_with_one_setting_is_told_of(
+    scheduler: SchedulerName, candidates: int, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    tell_few(SweepPlan("s", {}, "space.py", scheduler=scheduler, candidates=candidates, seeds=3), [])
+    assert caplog.messages == is_told * [
+        "warning: --scheduler asha: it has nothing to decide: the sweep tries one setting"
+    ]
+
+
+def test_settings_that_repeat_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    once: list[dict[str, Any]] = [{"seed": 1, "reward.functions": {"task": 1.0}}, {"seed": 2, "reward.functions": {}}]
+    tell_few(SweepPlan("s", {}, "space.py", candidates=2), once)
+    assert not caplog.messages
+    tell_few(SweepPlan("s", {}, "space.py", candidates=3, seeds=2), [*once, dict(reversed(once[0].items()))])
+    assert caplog.messages == ["warning: 2 of 6 trials repeat another's settings"]
 
 
 def test_pbt_tells_of_what_can_have_no_schedule(caplog: pytest.LogCaptureFixture) -> None:

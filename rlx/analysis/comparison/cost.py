@@ -2,7 +2,8 @@
 
 Steps are known beforehand. Tokens are at most those of answers that are all as long as they may be. GPU-seconds are
 those of steps with their evaluations, times the GPUs of a run; they need the seconds of a step, which an earlier run
-has told. Left out: starting engines and workers, and whether a scheduler will stop runs early, which only saves.
+has told. Left out: starting engines and workers, whether a scheduler will stop runs early, which only saves, and the
+steps that pbt discards, which come on top.
 """
 
 from __future__ import annotations
@@ -95,15 +96,17 @@ def run_cost(steps: int, answers: int, max_tokens: int, gpus: float, step_second
 
 
 def spent(sweep: Sweep, gpus: float) -> Cost:
-    """What the runs of a sweep have cost, each of which used so many GPUs."""
-    each = [_spent_by(trial) for trial in sweep.trials]  # also those that count for nothing
+    """What the runs of a sweep have cost, each of which used so many GPUs: all attempts of trials, also those of which
+    nothing is left. Steps that a run did again after it was lost count once."""
+    attempts = [replace(trial, history=rows) for trial in sweep.trials for rows in trial.histories or (trial.history,)]
+    each = map(_spent_by, attempts)  # also those that count for nothing
     steps, tokens, seconds = ([*column] for column in zip(*each, strict=True))
     return Cost(_sum(steps), _sum(tokens), gpus * _sum(seconds))
 
 
 def _spent_by(trial: Trial) -> tuple[float, float, float]:
-    """The steps, tokens and seconds of a trial. A branch begins with the row of the step that it goes on from, which
-    its parent has paid for."""
+    """The steps, tokens and seconds of a trial with one attempt. A branch, and an attempt that goes on from another
+    trial, begins with the row of the step that it goes on from, which is paid for."""
     start, tokens = int(min(trial.history.index, default=0)), trial.history["tokens/total"]
     own = replace(trial, history=trial.history[trial.history.index > start]) if start else trial
     return max(trial.history.index, default=0) - start, tokens.max() - (tokens.min() if start else 0.0), own.seconds
@@ -114,13 +117,18 @@ def cost_line(sweep: Sweep) -> str:
     if not sweep.planned:
         return ""
     planned = Cost(**{key: value for key, value in sweep.planned.items() if key != "gpus"})
-    return spent_line(spent(sweep, sweep.planned["gpus"]), planned)
+    return spent_line(spent(sweep, sweep.planned["gpus"]), planned, sweep.options.get("scheduler", ""))
 
 
-def spent_line(spent: Cost, planned: Cost) -> str:
+def spent_line(spent: Cost, planned: Cost, scheduler: str = "") -> str:
     """What was spent, of what was planned."""
     share = f"{spent.steps / planned.steps:.0%} of its steps" if planned.steps else "nothing"
-    return f"spent {spent}; planned at most {planned}: {share}"
+    return f"spent {spent}; planned at most {planned}{on_top(scheduler)}: {share}"
+
+
+def on_top(scheduler: str) -> str:
+    """What a plan with a scheduler does not count: pbt discards steps of a trial that takes over an earlier step."""
+    return ", without steps that pbt discards" if scheduler == "pbt" else ""
 
 
 def _sum(values: list[float]) -> float:
