@@ -26,6 +26,7 @@ from rlx.config.sections.base import flatten
 from rlx.config.sweep import DEFAULT_METRIC, PROGRESS
 from rlx.runs import run_folder
 from rlx.runs.preflight import absolute_paths
+from rlx.runs.train_run import RunLostError
 from rlx.storage.filesystem import Storage
 from rlx.sweeps.records import SweepPlan, TrialRecords, TrialState, resuming
 from rlx.sweeps.room import Room
@@ -39,7 +40,10 @@ from rlx.types import has_evaluation
 _LOG = logging.getLogger("rlx")
 _PATIENCE_S = 10.0  # longest wait for the tracking service, in a thread
 _WRITING_S = 1.0  # longest wait for the storage after an evaluation
-_KILLED = re.compile(r"ray\.exceptions\.Actor|worker process has died")  # in what Ray says of a lost actor
+_KILLED = re.compile(  # in what Ray says of a lost actor
+    r"ray\.exceptions\.Actor|worker process has died|node has died|^The actor \w+ is unavailable"
+)
+_OF_RUN = re.compile(r"Run(Lost)?Error")
 _FAILURE = re.compile(r"^Failure # \d+ .*$", re.MULTILINE)  # with which each failure begins in a trial's error file
 
 Watch = Callable[[str, Mapping[str, Any], Mapping[str, Any], str], None]
@@ -129,9 +133,20 @@ class SweepCallback(tune.Callback):
             self.log.end_mlflow_run(trial, RunStatus.FINISHED)
         self._show(trial, trial.last_result, state)
 
+    def on_trial_recover(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        self._tell_lost(trial)
+
+    @_harmless
+    def _tell_lost(self, trial: Trial) -> None:
+        """Says that a trial was lost. One that has failed by itself fails again at once, and is shown then."""
+        message, is_lost = _failure(trial)
+        if is_lost:
+            _LOG.warning("%s: %s - it is started again, from its newest checkpoint if it has one", trial, message)
+
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         self.statuses[str(trial)] = RunStatus.FAILED
-        self.log.end_trial(trial, TrialState.FAILED, message := _error_message(trial))
+        message, _ = _failure(trial)
+        self.log.end_trial(trial, TrialState.FAILED, message)
         self.log.fail_mlflow_run(trial, self.plan, message)
         self._show(trial, trial.last_result, TrialState.FAILED)
 
@@ -291,10 +306,14 @@ def _confirm_interrupts() -> None:
         signal.signal(signal.SIGINT, handle)
 
 
-def _error_message(trial: Trial) -> str:
-    """Returns why a trial failed, in one line: Tune's file has each of its failures, the last one counts."""
+def _failure(trial: Trial) -> tuple[str, bool]:
+    """Returns why a trial failed, in one line, and whether it was lost by no error of its own.
+
+    Tune's file has each of its failures; the last one counts.
+    """
     file = Path(trial.error_file or "")
-    lines = _FAILURE.split(file.read_text())[-1].strip().splitlines() if file.is_file() else []
-    if not lines or ("RunError" not in lines[-1] and _KILLED.search("".join(lines))):
-        return "its process was killed"
-    return re.sub(r"^rlx[\w.]*: ", "", lines[-1])[:500]
+    text = _FAILURE.split(file.read_text())[-1].strip() if file.is_file() else ""
+    last = text.rpartition("\n")[2]
+    if not text or (not _OF_RUN.search(last) and _KILLED.search(text)):
+        return "its process was killed", True  # also with its node
+    return re.sub(r"^rlx[\w.]*: ", "", last)[:500], RunLostError.__name__ in last

@@ -204,7 +204,8 @@ class RunThread:
         try:
             self._run(lambda *report: self._items.put(report))
         except Exception as error:
-            self._items.put(RunError(one_line(error, 500)))
+            kind = RunLostError if isinstance(error, RunLostError) else RunError
+            self._items.put(kind(one_line(error, 500)))
 
 
 def trainable(plan: SweepPlan, storage: Storage, shared: SharedInputs, most: int | None) -> Any:

@@ -175,6 +175,7 @@ def test_a_sweep_over_three_nodes_loses_the_node_of_a_trial(
     nodes.add(num_cpus=1, resources={"engines": 1})
     shown = sweep.ends_well()
     assert shown.count(f"trial_00000 running  step 0/{STEPS}") == 1  # it went on from a checkpoint
+    assert shown.count("trial_00000: its process was killed - it is started again") == 1
     assert_complete(driver, storage, "s", trials=2)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorUnavailableError
 from ray.tune import TuneError
 from ray.tune.experiment import Trial
 
@@ -28,6 +29,8 @@ from rlx.tracking.tracker import OutboxTracker
 METRIC = "eval/score"
 STEPS = 8  # an evaluation every 4
 DIED = "Traceback\nray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.\nmore of it"
+UNAVAILABLE = str(ActorUnavailableError("RpcError: connection reset", bytes(16)))  # what Tune writes, without the type
+NODE_DIED = "The actor died because its node has died. Node Id: 3a, Node Ip: 127.0.0.3\nthe actor's node was terminated"
 
 
 @dataclass
@@ -230,6 +233,26 @@ def test_the_first_end_of_a_trial_is_the_one_that_is_kept(sweep: Sweep) -> None:
     assert (sweep.record(0).state, sweep.record(0).message) == (TrialState.FINISHED, "")
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (DIED, ["its process was killed"]),
+        (UNAVAILABLE, ["its process was killed"]),
+        (NODE_DIED, ["its process was killed"]),
+        ("Traceback\nrlx.runs.train_run.RunLostError: Ray Train's controller died", ["Ray Train's controller died"]),
+        ("Traceback\nrlx.runs.train_run.RunError: the loss is NaN at step 3", []),  # as it will be again
+    ],
+)
+def test_a_trial_that_was_lost_is_told_of_before_it_goes_on(
+    error: str, told: list[str], sweep: Sweep, caplog: pytest.LogCaptureFixture
+) -> None:
+    sweep.start(0)
+    sweep.trials[0].handle_error(TuneError(error))
+    sweep.callback.on_trial_recover(iteration=1, trials=sweep.trials, trial=sweep.trials[0])  # as Tune calls it
+    end = "it is started again, from its newest checkpoint if it has one"
+    assert caplog.messages == [f"trial_00000: {reason} - {end}" for reason in told]
+
+
 def test_a_trial_that_fails_is_shown_and_its_run_ends_at_once(
     sweep: Sweep, seen: list[tuple[str, dict[str, Any], str]]
 ) -> None:
@@ -250,6 +273,8 @@ def test_a_trial_that_fails_is_shown_and_its_run_ends_at_once(
         (["A worker process has died\nrlx.runs.train_run.RunError: a worker was lost"], "a worker was lost"),
         ([f"ValueError: {'x' * 600}"], f"ValueError: {'x' * 488}"),
         ([""], "its process was killed"),
+        ([UNAVAILABLE], "its process was killed"),
+        ([NODE_DIED], "its process was killed"),
         ([DIED, "Traceback\nrlx.config.errors.ConfigError: no step 4"], "no step 4"),  # of a trial that was tried again
         (["Traceback\nValueError: odd", DIED], "its process was killed"),
     ],
