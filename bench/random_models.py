@@ -1,5 +1,6 @@
 """Models of random weights: shapes that are known here, and models that end their responses by themselves.
 
+Importing this module imports neither torch nor transformers: benchmarks say how many threads they have before.
 Left out: which of them a benchmark takes, and where it is kept (workload.py).
 """
 
@@ -8,11 +9,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import Any
-
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from rlx.models import tiny
 
 UNTRAINED = "tiny-random"
 # A small one for CPUs; Qwen2's, arXiv 2407.10671, table 1, and Qwen3's, arXiv 2505.09388, table 1, both with their
@@ -85,6 +81,10 @@ off; it may end at each token with the same chance, so a few are several times a
 
 def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
     """Makes a model's folder, all at once; a model on a GPU leaves it."""
+    import torch
+
+    from rlx.models import tiny
+
     with tiny.atomic_folder(folder, repeatable=True) as unfinished, tiny.no_progress_bars():
         model.cpu().save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
@@ -93,6 +93,11 @@ def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
 
 def random_model(name: str, tokenizer: Any, **other: Any) -> Any:
     """A model that is known here; `other` are settings of its shape that differ."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from rlx.models import tiny
+
     if name == UNTRAINED:
         return tiny.build_model(tiny.WarmStart(), tokenizer)
     if name in ENDING:
@@ -106,7 +111,9 @@ def random_model(name: str, tokenizer: Any, **other: Any) -> Any:
 
 
 def ending(model: Any, mean: int) -> Any:
-    """Gives each token of a random model the same chance to be the last one of a response, 1 / mean."""
+    """Gives each token of a random model of Qwen2's kind the same chance to be the last one of a response, 1 / mean."""
+    import torch
+
     end = model.config.eos_token_id
     with torch.no_grad():
         large = steady(model)
@@ -118,7 +125,7 @@ def ending(model: Any, mean: int) -> Any:
 
 
 def steady(model: Any) -> float:
-    """Makes the first number of a random model's hidden states large at every token, and returns what the output layer
+    """Makes the first number of a random Qwen2's hidden states large at every token, and returns what the output layer
     reads of it. The first layer's attention adds it, not the embedding, whose rows may be the output layer's."""
     attention = model.model.layers[0].self_attn
     attention.v_proj.weight.zero_()
@@ -129,4 +136,6 @@ def steady(model: Any) -> float:
 
 
 def _some_tokens(model: Any) -> Any:
+    import torch
+
     return torch.arange(6, 22, device=model.device)[None]

@@ -98,9 +98,11 @@ def generate(trainer: Trainer, collector: RolloutCollector) -> RolloutBatch:
     """This rank's completions of the next prompts."""
     selection = new_selection(trainer)
     # No generation runs ahead of this call: the weights change between two calls.
-    chunks = list(collector.next_round(selection, trainer.step + 1))
+    for completions in collector.next_round(selection, trainer.step + 1):
+        collector.finish_scoring(collector.score.begin(completions), selection)
     collector.sleep_engines()
-    return collector.build_batch(selection.choosable([each for chunk in chunks for each in chunk]))
+    chosen = selection.take()
+    return collector.build_batch([each.completion for each in chosen]).with_scores(chosen)
 
 
 def engine_gap(trainer: Trainer, collector: RolloutCollector, batch: LogprobBatch) -> float:

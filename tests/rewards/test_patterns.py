@@ -1,6 +1,7 @@
 """Patterns of users: they find what Python's own find, and those that take for ever find nothing."""
 
 import re
+import time
 
 import pytest
 from hypothesis import given
@@ -20,6 +21,31 @@ def test_matches_are_those_of_python(pattern: str, texts: list[str]) -> None:
     assert patterns.last_matches(pattern, texts) == [(matches or [None])[-1] for matches in found]
     whole = [re.fullmatch(pattern, text, re.DOTALL) is not None for text in texts]
     assert patterns.full_matches(pattern, texts) == whole
+
+
+def test_a_search_has_its_time_whatever_other_threads_compute() -> None:
+    """The package regex counts processor time of the whole process."""
+    allowed = []
+
+    def search(text: str, seconds: float) -> str:
+        allowed.append(seconds)
+        if len(allowed) < 4:  # others have used the time
+            raise TimeoutError
+        return text
+
+    assert patterns._searched(search, "42", 0.5) == "42"
+    assert allowed == [0.5, 1, 2, 4]
+
+
+def test_a_search_that_has_used_its_own_time_is_over() -> None:
+    def search(text: str, seconds: float) -> str:
+        until = time.thread_time() + seconds
+        while time.thread_time() < until:
+            pass
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        patterns._searched(search, "42", 0.02)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch
 from rlx.config.loading import from_tree
 from rlx.mesh import Mesh
 from rlx.rewards.completions import CompletionScorer, SourceRewards
+from rlx.runs import doctor
 from rlx.samples.columns import Kind, StepCompletions
 from rlx.samples.evaluations import AVERAGED, HELD_OUT, Outcomes
 from rlx.training.collector import RolloutCollector, Selection, apply_length_penalty, new_selection, right_share
@@ -309,3 +310,11 @@ def test_that_all_episodes_failed_is_said_once_in_a_row() -> None:
     said = [[line.partition(" failed")[0] for line in failed_episodes(*each, told)] for each in enumerate(shares)]
     evaluation, step = "all episodes of the evaluation after step 0", "all episodes of step {}"
     assert said == [[evaluation], [step.format(1)], [], [], [step.format(4)]]
+
+
+def test_the_doctor_learns_from_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them its advantages would all be 0, and it would ask nothing of the gradient."""
+    monkeypatch.setattr(RolloutCollector, "next_round", lambda *given: iter([COMPLETIONS]))
+    own = collector(Engines())
+    own.trainer.step = 0
+    assert doctor.generate(own.trainer, own).scores.tolist() == [2.5, 1.0, 1.5]
