@@ -48,6 +48,7 @@ class Delivery:
         self._is_told = False  # whether a person knows that the service takes no records
         self._writer: RunWriter | None = None
         self._run_id: str | None = None
+        self._left_before: set[str] | None = None  # what others had left when the run was first to be continued
 
     @property
     def run_id(self) -> str | None:
@@ -116,17 +117,20 @@ class Delivery:
     ) -> None:
         """Continues the run of the folder, or creates it and writes its id to run.json.
 
-        In place of a run that is deleted it creates one only if no records wait that may be of the deleted one.
+        In place of a run that is deleted it creates one only if no records wait that may be of the deleted one; those
+        that were not there at first are of this start.
         """
         record = outbox.read_run_record(self._folder)
         assert record.key  # `OutboxTracker.open` has written it
         before = existing = record.ids.get(self.service.name)
         if existing:
+            if self._left_before is None:
+                self._left_before = outbox.left_by_others(self._folder, self.queue.folder)
             try:
                 self.service.reopen_run(existing, at, params, tags)
             except Exception as error:
                 is_deleted = self.service.failure(error) is Failure.DELETED
-                if not is_deleted or outbox.others_wait(self._folder, self.queue.folder):
+                if not is_deleted or self._left_before & outbox.left_by_others(self._folder, self.queue.folder):
                     raise
                 existing = None
         if existing is None:

@@ -100,11 +100,11 @@ def unfinished_writers(folder: Storage) -> list[str]:
     return sorted({queue.name.partition(".")[0] for queue in _queues(folder) if entry_names(queue)})
 
 
-def others_wait(folder: Storage, own: Storage) -> bool:
-    """Whether other writers of a run have left entries for the service that the queue `own` is for."""
+def left_by_others(folder: Storage, own: Storage) -> set[str]:
+    """The paths of entries that other writers of a run have left for the service that the queue `own` is for."""
     service = own.name.partition(".")[2]
     others = [each for each in _queues(folder) if each.path != own.path and each.name.partition(".")[2] == service]
-    return any(entry_names(each) for each in others)
+    return {f"{queue.path}/{name}" for queue in others for name in entry_names(queue)}
 
 
 def _queues(folder: Storage) -> list[Storage]:

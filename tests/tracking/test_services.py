@@ -143,9 +143,10 @@ def test_two_runs_of_one_name_have_folders_of_their_own(tmp_path: Path) -> None:
     options: Any = {"parent": None, "params": {}, "tags": {}, "at": 1}
     assert [service.make_run(key, "rlx", "one", **options) for key in "aba"] == ["one", "one-2", "one"]
     service.reopen_run("one-2", 2, {}, {})
-    with pytest.raises(FileNotFoundError, match=r"there is no .*/other/one/") as gone:
-        TensorBoardService(tmp_path / "other").reopen_run("one", 2, {}, {})
-    assert service.failure(gone.value) is Failure.DELETED
+    removed = TensorBoardService(tmp_path / "other")  # its folder, while the run did not run
+    removed.reopen_run("one", 2, {"train.steps": "3"}, {})
+    removed.writer("one").log({"reward/mean": 1.0}, 1, 3)
+    assert removed.writer("one").last_step is not None and [*(tmp_path / "other" / "one").glob("events*")]
 
 
 def test_a_tag_that_comes_after_the_end_is_kept(tmp_path: Path, folder: Storage) -> None:

@@ -84,10 +84,14 @@ class TensorBoardService:
         return run_id
 
     def reopen_run(self, run_id: str, at: int, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
-        """Says that the run goes on, in a further file of its folder."""
-        if not (folder := self.folder / run_id / _KEY_FILE).exists():
-            raise FileNotFoundError(f"there is no {folder}")
-        self.writer(run_id).reopen()
+        """Says that the run goes on, in a further file of its folder. One whose folder was removed begins again."""
+        is_there = (self.folder / run_id / _KEY_FILE).exists()
+        writer = self.writer(run_id)
+        if not is_there:
+            _claim(self.folder / run_id, run_id)  # so that no other run takes it
+            writer.start(params, at)
+            writer.set_tags(tags)
+        writer.reopen()
 
     def writer(self, run_id: str) -> TensorBoardRun:
         """Opens a run for writing."""
@@ -95,9 +99,7 @@ class TensorBoardService:
             return run_at(self.folder / run_id)
 
     def failure(self, error: Exception) -> Failure:
-        """Which kind of failure it is: a value is no number or text, the run has no folder, or the disk is full."""
-        if isinstance(error, FileNotFoundError):
-            return Failure.DELETED
+        """Whether another attempt is useless: a value is no number or text."""
         return Failure.REFUSED if isinstance(error, TypeError | ValueError) else Failure.AWAY
 
     def cause(self, error: Exception) -> str:
