@@ -163,7 +163,8 @@ def save_rated(rank: int, ranks: int, where: Where) -> list[list[str]]:
 @pytest.mark.slow
 def test_the_newest_and_the_best_stay_also_after_a_resume(on_ranks: OnRanks, where: Where) -> None:
     kept = [[1], [2], [2, 3], [2, 4], [2, 5]]
-    expected = [[checkpoint_catalog.checkpoint_name(step) for step in steps] for steps in kept]
+    named = [[checkpoint_catalog.checkpoint_name(step) for step in steps] for steps in kept]
+    expected = [[checkpoint_catalog.SAVED, *names] for names in named]
     assert on_ranks(2, save_rated, where) == [expected] * 2
 
 
