@@ -76,10 +76,8 @@ class EnginePool:
             for call, outputs in self._returned(pending, version):
                 if outputs is None:
                     pending.unassigned += call.prompts
-                    continue
-                count = len(pending.samplings)
-                for position, index in enumerate(call.prompts):
-                    pending.add(index, outputs[position * count : (position + 1) * count], call.version)
+                else:
+                    pending.add_returned(call, outputs)
             self._assign(pending, version)
 
     def ask(self) -> list[Any]:
