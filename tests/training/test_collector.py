@@ -15,8 +15,8 @@ import torch
 from rlx.config.loading import from_tree
 from rlx.mesh import Mesh
 from rlx.rewards.completions import CompletionScorer, SourceRewards
-from rlx.runs import doctor
 from rlx.rollout.base import EngineCall, Output, PendingRollout
+from rlx.runs import doctor
 from rlx.samples.columns import Kind, StepCompletions
 from rlx.samples.evaluations import AVERAGED, HELD_OUT, Outcomes
 from rlx.training.collector import (
