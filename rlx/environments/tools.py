@@ -1,8 +1,8 @@
 """Tools: what the model is told of them, the calls in what it says, and the dialogue that a set of tools makes.
 
-Three ways to write a call are read, whichever the model's chat template asks for: JSON between <tool_call> marks
-(Qwen), JSON alone (Llama 3), and Python (LFM). Left out: showing tools to the model, which
-its chat template does.
+Five ways to write a call are read, whichever the model's chat template asks for: JSON between <tool_call> marks
+(Qwen 2.5 and 3), JSON alone (Llama 3), Python (LFM), and two with an element for each argument, those of Qwen 3.5 and
+of GLM. Left out: showing tools to the model, which its chat template does.
 """
 
 from __future__ import annotations
@@ -12,14 +12,20 @@ import inspect
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rlx.config.errors import message_of
+from rlx.config.errors import ConfigError, message_of, shortened
 from rlx.environments.base import LONGEST_ANSWER, has_steps, messages_of, tool_methods
 from rlx.types import Observation
 
-_MARKED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+_MARKED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=.*?(?:</function>|\Z)", re.DOTALL)  # its marks may be special tokens, left out
+_PARAMETER = re.compile(r"([^>]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_ARGUMENT = re.compile(r"([^<]+)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+_NAME = re.compile(r"[\w.-]+")
 _LONGEST = 10_000
 """characters of what a tool returns; the rest is cut"""
 _LARGEST_REWARD = 1e18
@@ -35,6 +41,7 @@ class Call:
     name: str
     arguments: Mapping[str, Any]
     problem: str = ""  # why it cannot be made
+    is_untyped: bool = field(default=False, compare=False)  # each argument is a text, whose type the tool says
 
 
 def schemas(found: type[Any]) -> list[dict[str, Any]]:
@@ -64,13 +71,50 @@ def calls_in(text: str) -> list[Call]:
     """The calls in a turn of the policy, in their order; a malformed one has a problem. None: it calls no tool."""
     last = text.rpartition("</think>")[2].strip()
     if "<tool_call>" in last:
-        return [call for body in _MARKED.findall(last) for call in _from_json(body)]
+        return [call for body in _MARKED.findall(last) for call in _from_marked(body.strip())]
     if last.startswith(("{", "[{")):
         calls = _from_json(last)
         return [] if any(call.problem for call in calls) else calls  # an answer may be JSON
     if last.startswith("[") and last.endswith(")]"):
         return _from_python(last)
-    return []
+    return [call for body in _FUNCTION.findall(last) for call in _from_marked(body)]
+
+
+def check_calls(tool: str, write: Callable[[str, Mapping[str, Any]], str]) -> None:
+    """Refuses a model whose calls would not be read.
+
+    Args:
+        tool: the name of one.
+        write: (name, arguments) -> a turn with this call as the model's template writes it. A template that leaves
+            calls out of turns does not say how they are written: it is taken.
+
+    Raises:
+        ConfigError: the call is not read, or as another one.
+    """
+    call = Call(tool, {"text": "a b"})
+    written = write(call.name, call.arguments).strip()
+    if call.name in written and calls_in(written) != [call]:
+        raise ConfigError(
+            f"environment: the model's chat template writes calls as {shortened(written)}, which rlx does not read: "
+            "use a model whose calls it reads (docs/environments.md), or an environment with step(action)"
+        )
+
+
+def _from_marked(body: str) -> list[Call]:
+    if body.startswith("<function="):
+        return [_from_elements(body.removeprefix("<function=").removesuffix("</function>"), "<parameter=", _PARAMETER)]
+    if "<arg_key>" in body or _NAME.fullmatch(body):
+        return [_from_elements(body, "<arg_key>", _ARGUMENT)]
+    return _from_json(body)
+
+
+def _from_elements(text: str, start: str, rest: re.Pattern[str]) -> Call:
+    """A call of a name and elements, one for each argument; `rest`: key, value and end, after the `start` of one."""
+    name, *elements = text.split(start)
+    found = [rest.fullmatch(each) for each in elements]
+    if not all(found):
+        return Call("", {}, f"not every {start.rstrip('=')} is closed, or something follows it")
+    return Call(name.strip().removesuffix(">"), {each[1].strip(): each[2] for each in found if each}, is_untyped=True)
 
 
 def _from_json(text: str) -> list[Call]:
@@ -84,6 +128,9 @@ def _from_json(text: str) -> list[Call]:
 def _as_call(content: Any) -> Call:
     given = content if isinstance(content, dict) else {}
     name, arguments = given.get("name"), given.get("arguments", given.get("parameters"))
+    if isinstance(arguments, str):  # as OpenAI's API has them
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return Call(str(name or ""), {}, "a call is a JSON object with name and arguments")
     return Call(name, arguments)
@@ -131,7 +178,9 @@ class ToolDialogue:
         if problem := call.problem or _misfit(call, self.tools):
             return f"error: {problem}"[:most], False
         try:
-            returned = await self._called(self.tools[call.name], **call.arguments)
+            tool = self.tools[call.name]
+            arguments = _typed(call.arguments, get_type_hints(tool)) if call.is_untyped else call.arguments
+            returned = await self._called(tool, **arguments)
             text = returned if isinstance(returned, str) else json.dumps(returned, ensure_ascii=False, default=str)
         except MemoryError:  # of the process, which is of no use any more
             raise
@@ -149,6 +198,32 @@ def _misfit(call: Call, tools: Mapping[str, Any]) -> str:
     except TypeError as error:
         return f"{call.name}: {error}"
     return ""
+
+
+def _typed(arguments: Mapping[str, str], hints: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that are written as text: a parameter that takes text gets it as it is, another one its value.
+
+    Raises:
+        ValueError: an argument is no value, neither as JSON nor, as many templates write them, as a literal of Python.
+    """
+    return {key: text if _is_text(text, hints.get(key, str)) else _value(key, text) for key, text in arguments.items()}
+
+
+def _is_text(argument: str, hint: Any) -> bool:
+    """Whether an argument is meant as text, of a parameter with this annotation."""
+    if get_origin(hint) in (Union, UnionType, Literal):
+        chosen = get_args(hint)
+        is_none = type(None) in chosen and argument in ("null", "None")
+        return not is_none and any(isinstance(each, str) or _is_text(argument, each) for each in chosen)
+    return hint in (str, Any)
+
+
+def _value(key: str, text: str) -> Any:
+    with suppress(ValueError, RecursionError):
+        return json.loads(text)
+    with suppress(SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return ast.literal_eval(text.strip())
+    raise ValueError(f"{key} is {text!r:.80}: expected JSON")
 
 
 async def score_of(environment: Any, answer: str, called: Called) -> float:

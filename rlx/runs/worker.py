@@ -33,7 +33,7 @@ from rlx.data import prompts, sources
 from rlx.data.stream import Share
 from rlx.environments.base import load_environment
 from rlx.environments.pool import ActorHost, EnvironmentPool
-from rlx.environments.tools import schemas
+from rlx.environments.tools import check_calls, schemas
 from rlx.mesh import Mesh, gather_objects
 from rlx.rewards import reward_model
 from rlx.rewards.judge.cache import ReplyCache
@@ -378,14 +378,18 @@ def dialogue_of(environment: EnvironmentConfig, data: DataConfig, tokenizer: Any
     """What writes the messages of episodes with this environment as tokens.
 
     Raises:
-        ConfigError: the model's chat template takes no turns or no tools, or a tool is not described.
+        ConfigError: the model's chat template takes no turns or no tools or writes calls that are not read, or a tool
+            is not described.
     """
     found = load_environment(str(environment.name))
     try:
         tools = schemas(found)
     except ValueError as error:
         raise ConfigError(f"environment.name {environment.name}: {one_line(error)}") from None
-    return Dialogue(tokenizer, tools, data.chat_template_args, extends=environment.history == "extend")
+    dialogue = Dialogue(tokenizer, tools, data.chat_template_args, extends=environment.history == "extend")
+    for tool in tools[:1]:
+        check_calls(str(tool["function"]["name"]), dialogue.call_text)
+    return dialogue
 
 
 def _engines_beside(spec: EngineSpec) -> list[Any]:

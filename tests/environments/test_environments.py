@@ -151,36 +151,6 @@ def test_a_name_that_is_none_is_refused_in_one_line(name: str, reason: str) -> N
     assert "\n" not in str(raised.value) and name in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("The answer is 4", []),
-        ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', [("f", {"a": 1})]),
-        (
-            'so\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n<tool_call>{"name": "g", "arguments": {}}',
-            None,
-        ),
-        ('{"name": "f", "parameters": {"a": "b"}}', [("f", {"a": "b"})]),
-        ('<think>{"x": 1}</think>[{"name": "f", "arguments": {}}]', [("f", {})]),
-        ('{"answer": 4}', []),
-        ("[f(a=1, b='x'), g()]", [("f", {"a": 1, "b": "x"}), ("g", {})]),
-        ("[f(a=__import__('os'))]", []),
-        ("[1, 2]", []),
-    ],
-)
-def test_calls_are_found_in_three_ways_of_writing_them(text: str, expected: list[Any] | None) -> None:
-    found = [(call.name, call.arguments) for call in calls_in(text)]
-    assert found == ([("f", {}), ("g", {})] if expected is None else expected)
-    assert not any(call.problem for call in calls_in(text))
-
-
-@pytest.mark.parametrize(
-    "body", ["{", '"f"', '{"name": 1, "arguments": {}}', '{"name": "f", "arguments": "a"}', "[" * 9999]
-)
-def test_a_marked_call_that_is_malformed_has_a_problem(body: str) -> None:
-    assert [bool(call.problem) for call in calls_in(f"<tool_call>{body}</tool_call>")] == [True]
-
-
 @pytest.mark.parametrize("wrap", [str, lambda text: [{"role": "user", "content": text}]])
 def test_an_observation_has_a_largest_length(wrap: Callable[[str], Any]) -> None:
     longest = "a" * LONGEST_ANSWER
@@ -273,12 +243,6 @@ def test_the_calculator_scores_the_last_number_or_all_that_is_said(answer: str, 
 def test_the_calculator_refuses_an_expected_answer_that_is_no_number(answer: str) -> None:
     with pytest.raises(ValueError, match=r"is no number; data\.expected_pattern takes one out of a text"):
         Calculator().reset(TaskRow("How many?", answer), 0)
-
-
-def test_a_call_in_a_thought_is_not_made() -> None:
-    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    assert calls_in(f"<think>perhaps {call}</think>12") == []
-    assert [each.name for each in calls_in(f"<think>a <tool_call></think>{call}")] == ["f"]
 
 
 def test_tools_begin_with_the_conversation_of_a_row() -> None:

@@ -12,9 +12,12 @@ import pytest
 from episode_cases import CHATML, byte_tokenizer
 
 from rlx.config.errors import ConfigError
+from rlx.config.sections.data import DataConfig
+from rlx.config.sections.rollout import EnvironmentConfig
 from rlx.environments.calculator import Calculator
-from rlx.environments.tools import schemas
+from rlx.environments.tools import calls_in, schemas
 from rlx.rollout.episodes.dialogue import Dialogue, Written
+from rlx.runs.worker import dialogue_of
 from rlx.types import Utterance
 
 _FOUND = importlib.util.find_spec("trl")
@@ -34,9 +37,10 @@ SPECIAL = {
     "gemma3": ("<end_of_turn>", "<bos>", "<start_of_turn>"),
     "deepseek_r1_distill": _DEEPSEEK,
     "phi3_5": ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>"),
+    "llama3_2": ("<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
     "glm4moe": ("<|user|>", "[gMASK]", "<sop>", "<|assistant|>", "<|system|>", "<|observation|>"),
 }
-"""special tokens of each family; the first ends a turn"""
+"""special tokens of families, where they are not Qwen's or LFM's; the first ends a turn"""
 PLAIN, THOUGHT = "I look.\n\nHm", "<think>\nso\n</think>\n\nIt is 4"
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "2 + 2"}}\n</tool_call>'
 TEXTS = [path.read_text() for path in sorted(TEMPLATES.glob("*.jinja"))] if _FOUND else []
@@ -44,7 +48,7 @@ TEXTS = [path.read_text() for path in sorted(TEMPLATES.glob("*.jinja"))] if _FOU
 
 def tokenizer_of(family: str) -> Any:
     """A tokenizer of bytes and of 300 frequent pieces, with the family's special tokens and its template."""
-    special = SPECIAL[family]
+    special = SPECIAL.get(family, (*_IM, "<|tool_call_start|>", "<|tool_call_end|>"))
     made = byte_tokenizer((TEMPLATES / f"{family}.jinja").read_text(), special, TEXTS)
     made.bos_token = special[1] if "begin" in special[1] or special[1] in ("<bos>", "[gMASK]") else None
     return made
@@ -157,3 +161,49 @@ def test_the_tokenizer_does_not_warn_of_a_text_that_no_model_reads() -> None:
     read = dialogue.opening(history[:1]).text
     long = dialogue.continuation(read, history, (1,), False, [{"role": "user", "content": "c" * 9}])
     assert len(long.token_ids) > 5 and not tokenizer.deprecation_warnings  # where it remembers what it has warned of
+
+
+@needs_templates
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl", "llama3_1", "llama3_2"),
+        *("qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8", "glm4moe"),
+        *("nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra", "nemotron_3_5_lightning"),
+        *("lfm2_v2", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"),
+    ],
+)
+def test_calls_are_read_as_the_template_writes_them(family: str) -> None:
+    arguments = {"a": 'x "y" <b> [1]', "bc": "2"}
+    dialogue = dialogue_of(EnvironmentConfig(name="calculator"), DataConfig(), tokenizer_of(family))
+    found = calls_in("I look.\n</think>\n\n" + dialogue.call_text("calculate", arguments))
+    assert [(call.name, call.arguments, call.problem) for call in found] == [("calculate", arguments, "")]
+
+
+@needs_templates
+@pytest.mark.parametrize(
+    ("family", "call"),
+    [
+        *[(f"gemma4{version}", "call:calculate{text:") for version in ("", "_v2", "_v3", "_v4", "_v5")],
+        ("diffusion_gemma", "call:calculate{text:"),
+        ("muse_glimmer", 'invoke name="calculate"'),
+    ],
+)
+def test_a_template_whose_calls_are_not_read_is_refused(family: str, call: str) -> None:
+    with pytest.raises(ConfigError, match=r"template writes calls as .*, which rlx does not read: use a") as raised:
+        dialogue_of(EnvironmentConfig(name="calculator"), DataConfig(), tokenizer_of(family))
+    assert call in str(raised.value) and "\n" not in str(raised.value) and len(str(raised.value)) < 500
+
+
+@needs_templates
+def test_a_template_that_leaves_calls_out_of_turns_is_taken() -> None:
+    dialogue = dialogue_of(EnvironmentConfig(name="calculator"), DataConfig(), tokenizer_of("lfm2"))
+    assert "calculate" not in dialogue.call_text("calculate", {})
+
+
+def test_a_template_that_takes_no_calls_is_refused() -> None:
+    refusing = CHATML.replace(
+        "<|{{ message.role", "{{ raise_exception('no call') if message.tool_calls }}<|{{ message.role"
+    )
+    with pytest.raises(ConfigError, match=r"does not take a call \(tool_calls\): no call"):
+        dialogue_of(EnvironmentConfig(name="calculator"), DataConfig(), byte_tokenizer(refusing))

@@ -8,6 +8,7 @@ whole. White space that a template trims is no change. Left out: who speaks when
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -69,6 +70,25 @@ class Dialogue:
         """The text of a turn of the policy, without special tokens."""
         return str(self.tokenizer.decode(list(generated), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
+    def call_text(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """A turn of the policy that calls a tool, as the template writes it and `decode` gives it.
+
+        Raises:
+            ConfigError: the template does not take a message with `tool_calls`.
+        """
+        opening: list[Utterance] = [{"role": "user", "content": "a"}]
+        function = {"name": name, "arguments": dict(arguments)}
+        call = {"id": "000000000", "type": "function", "function": function}  # nine characters: Mistral's want that
+        try:
+            calling = self._text([*opening, {"role": "assistant", "content": "", "tool_calls": [call]}], ask=False)
+        except Exception as error:
+            raise ConfigError(
+                f"environment: the model's chat template does not take a call (tool_calls): {one_line(error)}"
+            ) from None
+        before = self._text([*opening, {"role": "assistant", "content": _MARK}], ask=False).partition(_MARK)[0]
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(calling, before, strict=False))
+        return self.decode(self._ids(calling[len(list(same)) :]))
+
     def continuation(
         self,
         read: str,
@@ -109,7 +129,7 @@ class Dialogue:
             raise ValueError("it leaves out what the assistant says")
         return tail
 
-    def _text(self, messages: Sequence[Utterance], *, ask: bool) -> str:
+    def _text(self, messages: Sequence[Mapping[str, object]], *, ask: bool) -> str:
         chat = [dict(message) for message in messages]
         tools = {"tools": list(self.tools)} if self.tools else {}
         return str(

@@ -1,0 +1,127 @@
+"""The calls that are read in a turn of the policy, and what a tool gets of them."""
+
+import asyncio
+import time
+from typing import Any, Literal
+
+import pytest
+
+from rlx.environments.tools import ToolDialogue, calls_in
+
+FUNCTION = """<tool_call>
+<function=f>
+<parameter=a>%s</parameter>
+<parameter=b>
+2
+</parameter>
+</function>
+</tool_call>"""
+"""as Qwen 3.5 and Nemotron 3 write calls"""
+ELEMENTS = """<tool_call>f
+<arg_key>a</arg_key>
+<arg_value>%s</arg_value>
+<arg_key>b</arg_key>
+<arg_value>2</arg_value>
+</tool_call>"""
+"""as GLM writes them"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The answer is 4", []),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', [("f", {"a": 1})]),
+        (
+            'so\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n<tool_call>{"name": "g", "arguments": {}}',
+            None,
+        ),
+        ('{"name": "f", "parameters": {"a": "b"}}', [("f", {"a": "b"})]),
+        ('<think>{"x": 1}</think>[{"name": "f", "arguments": {}}]', [("f", {})]),
+        ('{"answer": 4}', []),
+        ("[f(a=1, b='x'), g()]", [("f", {"a": 1, "b": "x"}), ("g", {})]),
+        ("[f(a=__import__('os'))]", []),
+        ("[1, 2]", []),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [("f", {"a": 1})]),  # OpenAI's form
+        (FUNCTION % "\n <b>\n\n", [("f", {"a": " <b>\n", "b": "2"})]),
+        (f"I look.\n{FUNCTION % 1}\n{FUNCTION % 2}", [("f", {"a": "1", "b": "2"}), ("f", {"a": "2", "b": "2"})]),
+        ((FUNCTION % 1)[len("<tool_call>\n") : -len("\n</tool_call>")], [("f", {"a": "1", "b": "2"})]),
+        ("<tool_call>\n<function=f>\n</function>\n</tool_call>", [("f", {})]),
+        (ELEMENTS % "x\ny", [("f", {"a": "x\ny", "b": "2"})]),
+        (ELEMENTS.replace("\n", "") % "", [("f", {"a": "", "b": "2"})]),
+        ("<tool_call>f\n</tool_call>", [("f", {})]),
+    ],
+)
+def test_calls_are_found_in_each_way_of_writing_them(text: str, expected: list[Any] | None) -> None:
+    found = [(call.name, call.arguments) for call in calls_in(text)]
+    assert found == ([("f", {}), ("g", {})] if expected is None else expected)
+    assert not any(call.problem for call in calls_in(text))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{",
+        '"f"',
+        '{"name": 1, "arguments": {}}',
+        '{"name": "f", "arguments": "a"}',
+        '{"name": "f", "arguments": "[1]"}',
+        "[" * 9999,
+        "<function=f>\n<parameter=a>\n1",
+        "<function=f>\n<parameter=a>\n1\n</parameter>\n2\n</function>",
+        "f\n<arg_key>a</arg_key>\n<arg_value>1",
+    ],
+)
+def test_a_marked_call_that_is_malformed_has_a_problem(body: str) -> None:
+    assert [bool(call.problem) for call in calls_in(f"<tool_call>{body}</tool_call>")] == [True]
+
+
+def test_a_call_in_a_thought_is_not_made() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert calls_in(f"<think>perhaps {call}</think>12") == []
+    assert [each.name for each in calls_in(f"<think>a <tool_call></think>{call}")] == ["f"]
+
+
+class Typed:
+    """Says what it gets."""
+
+    def f(self, a: str | None, b: Any = 0, c: float = 0.0, d: list[str] | None = None, e: Literal["1"] = "1") -> str:
+        """Shows its arguments."""
+        return repr((a, b, c, d, e))
+
+
+def answered(turn: str) -> str:
+    async def called(method: Any, **arguments: Any) -> Any:
+        return method(**arguments)
+
+    return asyncio.run(ToolDialogue(Typed(), called).step(turn)).text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"a": "2"}, "('2', 0, 0.0, None, '1')"),
+        ({"a": "null", "b": "[]"}, "(None, '[]', 0.0, None, '1')"),
+        ({"a": "", "c": "2", "d": '["x"]', "e": "1"}, "('', 0, 2, ['x'], '1')"),
+        ({"a": "x", "c": "True", "d": "['x', None]"}, "('x', 0, True, ['x', None], '1')"),  # as templates write them
+        ({"a": "x", "c": "two"}, "error: ValueError: c is 'two': expected JSON"),
+        ({"a": "x", "f": "1"}, "error: f: got an unexpected keyword argument 'f'"),
+    ],
+)
+def test_a_string_stays_one_and_other_values_are_read_where_a_call_does_not_show_types(
+    arguments: dict[str, str], expected: str
+) -> None:
+    written = "".join(f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key, value in arguments.items())
+    assert answered(f"<tool_call>f{written}</tool_call>") == expected
+
+
+def test_a_call_with_an_element_that_is_not_closed_is_told_so() -> None:
+    assert answered("<tool_call><function=f><parameter=a>1") == (
+        "error: not every <parameter is closed, or something follows it"
+    )
+
+
+@pytest.mark.parametrize("start", ["a", "<function=f><parameter=a>1", "f<arg_key>a</arg_key>"])
+def test_a_call_of_many_blanks_is_read_at_once(start: str) -> None:
+    begun = time.monotonic()
+    assert len(calls_in(f"<tool_call>{start}{' ' * 30_000}x")) == 1  # 9e8 steps, if each blank begins a new search
+    assert time.monotonic() - begun < 1
