@@ -9,12 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.config.sections.reward import RewardConfig
+from rlx.environments.python_tool import how_it_failed
 from rlx.rewards.sandbox.pool import Limits, Program, Sandbox
-from rlx.rewards.sandbox.reward import Tests, output_lines, program_in
+from rlx.rewards.sandbox.reward import Tests, check_tests, output_lines, program_in
 from rlx.types import TaskRow, Utterance
 
 _SHOWN = 500
 """characters that are shown of each text"""
+_IMPORT = """
+import sys, types
+sys.modules["solution"] = module = types.ModuleType("solution")
+exec(compile({source!r}, "program.py", "exec"), module.__dict__)
+"""
 
 
 class CodeTask:
@@ -33,7 +39,8 @@ class CodeTask:
         self._tests: Tests | None = None
 
     def reset(self, row: TaskRow, seed: int) -> Sequence[Utterance]:
-        """Begins with the question; raises ValueError if the row's answer has no tests."""
+        """Begins with the question; raises ValueError if the row's answer has no tests, or some that nothing passes."""
+        check_tests(row.answer, None)
         self._tests, self._attempts = Tests.of(row.answer), 0
         return row.asked
 
@@ -56,10 +63,8 @@ class CodeTask:
         )
         for (given, wanted), each in zip(pairs, ran, strict=False):
             printed = each.output.decode(errors="replace")
-            if each.ended != "exit":
-                return f"For the input {_short(given)} a limit ended the program: {each.ended}."
             if not each.is_good:
-                return f"For the input {_short(given)} the program failed with exit status {each.code}."
+                return f"For the input {_short(given)} the program failed: {how_it_failed(each)}."
             if output_lines(printed) != output_lines(wanted):
                 return f"For the input {_short(given)} it prints {_short(printed)}, not {_short(wanted)}."
         return "" if len(ran) == len(pairs) else "The program was not run on all tests."
@@ -71,7 +76,18 @@ class CodeTask:
         failed = verdicts.passed.count(False)
         if verdicts.limit:
             return f"A limit ended the program: {verdicts.limit}."
-        return f"{failed} of {len(verdicts.passed)} tests fail." if failed or not verdicts.passed else ""
+        if verdicts.passed and not failed:
+            return ""
+        told = f"{failed} of {len(verdicts.passed)} tests fail."
+        return told if True in verdicts.passed else told + self._failed_alone(program)
+
+    def _failed_alone(self, program: str) -> str:
+        """How a program fails as a module that nobody calls, as a sentence; empty if it does not.
+
+        What it says when the tests call it would show what they call it with.
+        """
+        ran = self._sandbox.run(Program(_IMPORT.format(source=program), ("",)), self._limits)[0]
+        return "" if ran.is_good else f" Without any test it fails as well: {how_it_failed(ran)}."
 
 
 def _short(text: str) -> str:

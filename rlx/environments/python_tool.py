@@ -16,6 +16,10 @@ _SHOWN = 2000
 """characters of what a program prints; the rest is cut"""
 
 
+class ProgramFailed(Exception):
+    """A program of the policy has failed: how, and what it had printed until then."""
+
+
 class PythonTool:
     """Answers a question with the help of Python; the reward is 1 for the expected answer, a number or a text."""
 
@@ -43,7 +47,13 @@ class PythonTool:
         Args:
             code: the program; it has to print its results
         """
-        return what_it_printed(self._sandbox.run(Program(code, ("",)), self._limits)[0])
+        # A program that fails raises: the call then counts as one that failed. The model is shown what stands above.
+        ran = self._sandbox.run(Program(code, ("",)), self._limits)[0]
+        printed = ran.output.decode(errors="replace")
+        printed = printed if len(printed) <= _SHOWN else f"{printed[:_SHOWN]}... (cut)"
+        if ran.is_good:
+            return printed
+        raise ProgramFailed(f"{how_it_failed(ran)}\n{printed}".rstrip())
 
     def score(self, answer: str) -> float:
         """1 if the last line of the answer is the expected text, or its last number is the expected number; else 0."""
@@ -54,10 +64,11 @@ class PythonTool:
         return float(expected is not None and given == expected)
 
 
-def what_it_printed(ran: Ran) -> str:
-    """What the policy reads of a program that has run."""
-    text = ran.output.decode(errors="replace")
-    text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... (cut)"
+def how_it_failed(ran: Ran) -> str:
+    """What the policy reads of a program that has failed, in a line: the limit that ended it, or its status and error.
+
+    What a program says that a limit ends depends on the machine, so it is left out.
+    """
     if ran.ended != "exit":
-        return f"{text}\nended by its limit of {ran.ended}".strip()
-    return text if ran.is_good else f"{text}\nexit status {ran.code}".strip()
+        return f"ended by its limit of {ran.ended}"
+    return f"exit status {ran.code}" + (f", {ran.error}" if ran.error else "")

@@ -88,8 +88,14 @@ def score(responses: Sequence[Response], scorers: Mapping[str, Scorer], config: 
     )
 
 
-def answer_check(config: RewardConfig) -> AnswerCheck | None:
-    """What each prompt's answer has to pass when prompts are read; None: any text will do."""
+def answer_check(config: RewardConfig, environment: str | None = None) -> AnswerCheck | None:
+    """What each prompt's answer has to pass when prompts are read; None: any text will do.
+
+    Args:
+        environment: the name of the run's environment, if it has one.
+    """
+    if environment == "code":
+        return partial(check_tests, config=None)
     if "code" in config.functions:
         return partial(check_tests, config=config)
     paid = {name for name, weight in config.functions.items() if weight > 0}

@@ -115,16 +115,19 @@ def prepare(
     config = from_tree(with_overrides(config.model_dump(exclude_unset=True), absolute_paths(config)))
     check_quickly(config, has_prompts=bool(tables))
     resources, chats = plan_resources(config), list[Sequence[ChatMessage]]()
+    environment = config.environment
     if not tables:
         parts = enumerate(zip(config.data.parts, config.reward_parts, strict=True))
         tried_parts = {config.data.setting_of(number): each for number, each in parts}
         tried_parts |= config.eval.own_parts(config.data, config.reward)
         for setting, (part, reward) in tried_parts.items():
-            if not (rows := sources.first_rows(part, _TRIED_ROWS, setting, scoring.answer_check(reward))):
+            if not (
+                rows := sources.first_rows(part, _TRIED_ROWS, setting, scoring.answer_check(reward, environment.name))
+            ):
                 raise ConfigError(f"{setting} {part.source}: {NO_ROWS}")
             tried = [prompt_of(number, row, part.system_prompt) for number, row in enumerate(rows)]
             scoring.try_rewards(reward, tried, on_gpu=bool(resources.workers[0].get("GPU")))
-            try_environment(config.environment, tried)
+            try_environment(environment, tried)
             chats += [chat for row in rows if (chat := row.get("messages"))]
         sources.check_enough(config.data, config.eval, config.train.prompts_per_step)
     path = model_path or model_folder(config.model.path, config.storage, progress)
@@ -372,13 +375,17 @@ def prompt_tables(config: RunConfig, path: str) -> dict[str, Any]:
     Raises:
         ConfigError: there are no prompts, or fewer than a step needs, or a row cannot be used.
     """
-    data, tokenizer = config.data, prompts.TokenizerSource.of(path, config.model.trust_remote_code)
-    checks = [scoring.answer_check(reward) for reward in config.reward_parts]
-    has_episodes = config.environment.name is not None
+    data, environment, tokenizer = (
+        config.data,
+        config.environment,
+        prompts.TokenizerSource.of(path, config.model.trust_remote_code),
+    )
+    checks = [scoring.answer_check(reward, environment.name) for reward in config.reward_parts]
+    has_episodes = environment.name is not None
     tables = source_tables(data, config.eval, checks, tokenizer, has_episodes)
     for each in (each for each in config.eval.sets if each.source):
         part, reward = each.prompts(data), config.reward.part(each.reward, each.answer_pattern)
-        asked = sources.set_rows(part, config.eval.of(each), each.name, scoring.answer_check(reward))
+        asked = sources.set_rows(part, config.eval.of(each), each.name, scoring.answer_check(reward, environment.name))
         tables[sources.set_table(each.name)] = prompts.tokenize_rows(
             asked, part, tokenizer, f"prompts of eval.sets {each.name}", has_episodes
         )

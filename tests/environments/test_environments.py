@@ -1,5 +1,6 @@
 """The environments that ship: what they say, what they reward, and that their best strategies reach the optimum."""
 
+import asyncio
 import functools
 import json
 import re
@@ -15,13 +16,16 @@ import pytest
 
 from rlx.config.errors import ConfigError
 from rlx.config.run import settings
+from rlx.config.sections.reward import RewardConfig
 from rlx.environments.base import ENVIRONMENTS, LONGEST_ANSWER, load_environment, messages_of, tool_methods
 from rlx.environments.calculator import Calculator, number_in, number_text, value_of
 from rlx.environments.code_task import CodeTask
 from rlx.environments.games.guess_number import GuessNumber
 from rlx.environments.games.treasure import Treasure
-from rlx.environments.python_tool import PythonTool
+from rlx.environments.host import Action, Beginning, EnvironmentHost, HostSettings
+from rlx.environments.python_tool import ProgramFailed, PythonTool
 from rlx.environments.tools import calls_in, schemas
+from rlx.rewards import scoring
 from rlx.types import TaskRow
 
 WEAK = "limits"  # the walls of this machine do not matter here
@@ -315,12 +319,34 @@ def test_programs_of_the_policy_run_in_the_sandbox() -> None:
     tool = PythonTool(WEAK, cpu_s=0.5)
     tool.reset(TaskRow("Sum?", "5050"), 0)
     assert tool.python("print(sum(range(101)))") == "5050\n"
-    assert "ZeroDivisionError" not in tool.python("1 / 0") and "exit status 1" in tool.python("1 / 0")
-    assert tool.python("while True: pass").endswith("ended by its limit of cpu")
+    with pytest.raises(ProgramFailed, match=r"^ended by its limit of cpu$"):
+        tool.python("while True: pass")
     assert len(tool.python("print('a' * 5000)")) < 2100
     assert [tool.score(each) for each in ("It is 5050.", "so\n5050", "5051")] == [1, 1, 0]
     tool.reset(TaskRow("What?", r"\frac{3}{4}"), 0)  # no number, though there are some in it
     assert [tool.score(each) for each in ("4", "3/4", "so\n\\frac{3}{4}")] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        ("print(5)\nprint(1/0)", "exit status 1, ZeroDivisionError: division by zero (line 2)\n5"),
+        ("print(1", "exit status 1, SyntaxError: '(' was never closed (line 1)"),
+        ("import numpy", "exit status 1, ModuleNotFoundError: No module named 'numpy' (line 1)"),
+        ("raise ValueError(object())", "exit status 1, ValueError: <object object at 0x...> (line 1)"),
+        ("import json\njson.loads('x')", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) (line 2)"),
+        ("import sys\nsys.exit('No.')", "exit status 1, No."),
+        ("import os\nos._exit(3)", "exit status 3"),
+    ],
+)
+def test_the_policy_is_told_the_error_of_its_program_and_it_counts(program: str, error: str) -> None:
+    called = f"<tool_call>{json.dumps({'name': 'python', 'arguments': {'code': program}})}</tool_call>"
+    row, settings = TaskRow("Sum?", "5"), HostSettings("python", {"sandbox": WEAK}, timeout_s=60.0, concurrency=1)
+    twice = [asyncio.run(EnvironmentHost(settings).repeat("a", Beginning(row, 0), [Action(called, 0)])) for _ in "12"]
+    answer = twice[0][1].observation
+    assert answer and answer == twice[1][1].observation
+    assert answer.messages[0]["content"].startswith("error: ProgramFailed: ") and answer.text.endswith(error)
+    assert (answer.calls, answer.call_errors) == (1, 1)
 
 
 def test_a_program_is_corrected_until_its_tests_pass() -> None:
@@ -329,11 +355,29 @@ def test_a_program_is_corrected_until_its_tests_pass() -> None:
     task.reset(TaskRow("Double a number.", tests), 0)
     said, reward, done = task.step("```python\nprint(4)\n```")
     assert "For the input '3\\n' it prints '4\\n', not '6\\n'." in said and (reward, done) == (0.0, False)
-    assert "exit status 1" in task.step("```python\nraise ValueError\n```")[0]
+    assert "failed: exit status 1, ValueError (line 1)." in task.step("```python\nraise ValueError\n```")[0]
     assert task.step("```python\nprint(2 * int(input()))\n```") == ("All tests pass.", 0.5, True)
     task.reset(TaskRow("Double a number.", "assert double(2) == 4\nassert double(3) == 6\n"), 0)
     assert task.step("```python\ndef double(x):\n    return 4\n```")[0].startswith("1 of 2 tests fail.")
     assert task.step("```python\ndef double(x):\n    return 2 * x\n```")[1:] == (0.75, True)
+    said = task.step("def double(x) return 2 * x")[0]
+    assert "2 of 2 tests fail. Without any test it fails as well: exit status 1, SyntaxError: " in said
+    said = task.step("def double(x):\n    raise ValueError(x)")[0]  # which would be the tests' arguments
+    assert said == "2 of 2 tests fail.\nCorrect the program and send it again."
+
+
+@pytest.mark.parametrize(
+    "answer", ["x = 1", "[]", "def (", "import numpy\nassert f(numpy.ones(2)) == 2\nassert f(1) == 2"]
+)
+def test_an_answer_without_tests_that_a_program_passes_is_refused(answer: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"^environment code: the answer (holds no tests|uses numpy in 1 of its 2 tests)"
+    ):
+        CodeTask(WEAK).reset(TaskRow("Double a number.", answer), 0)
+    check = scoring.answer_check(RewardConfig(functions={"environment": 1.0}), "code")
+    assert check and scoring.answer_check(RewardConfig(functions={"environment": 1.0}), "python") is None
+    with pytest.raises(ValueError, match=r"^environment code: the answer"):
+        check(answer)
 
 
 def test_a_program_that_passes_late_has_no_reward_below_0() -> None:

@@ -139,6 +139,15 @@ def test_sets_have_the_same_order_each_time(sandbox: Sandbox) -> None:
 # Hostile programs
 
 
+def test_the_end_of_standard_error_is_kept(sandbox: Sandbox) -> None:
+    said = run(sandbox, "import sys\nsys.stderr.write('é' * 5000 + '\\n')\nopen('/none')")
+    assert len(said.errors) == 1000 and said.error.endswith("No such file or directory: '/none' (line 3)")
+    assert run(sandbox, "import sys\nsys.stderr.write('e' * (1 << 26))\nprint(7)").output == b"7\n"
+    here = run(sandbox, "import os\nraise ValueError(os.getcwd(), object())").error
+    folder = "/sandbox" if sandbox.kind == "namespaces" else "."
+    assert here == f"ValueError: ('{folder}', <object object at 0x...>) (line 2)"
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_programs_are_contained(sandbox: Sandbox, name: str) -> None:
     source, ended = HOSTILE[name]

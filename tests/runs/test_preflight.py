@@ -175,6 +175,8 @@ def test_malformed_unit_tests_in_any_row_are_refused_without_ray(tmp_path: Path)
         preflight.prepare(from_tree({"storage": str(tmp_path / "s"), "data": coded, "reward": CODE}))
     problem = "reward code: the answer holds no tests: '(' was never closed (tests, line 1)"
     assert str(refused.value) == f"data.source {file}:41: {problem}"
+    with pytest.raises(ConfigError, match=rf"^data\.source {file}:41: environment code: the answer holds no tests: "):
+        preflight.prepare(from_tree({"storage": str(tmp_path / "s"), "data": coded, "environment": {"name": "code"}}))
     # Of several sources, those that `code` scores.
     tree = {"data": {"sources": [coded | {"reward": CODE["functions"]}, {"source": "reasoning_gym:chain_sum"}]}}
     with pytest.raises(ConfigError, match=rf"^data\.sources\.0\.source {file}:41: reward code: "):

@@ -22,6 +22,8 @@ from rlx.rewards.sandbox import kernel, landlock, namespaces, seccomp, watch
 
 _TICK_S = 0.02
 _CHUNK = 1 << 16
+_PIPE = 1 << 20  # what the largest pipe holds
+_ERRORS, _ERROR_BYTES = 1000, 4000  # characters and bytes that are kept of the end of standard error
 _RUN = """
 import builtins, sys
 builtins.exit = builtins.quit = sys.exit
@@ -98,7 +100,7 @@ class _Watch:
     """One test of a program while it runs."""
 
     def __init__(self, job: Task, child: int) -> None:
-        self.job, self.child, self.output = job, child, bytearray()
+        self.job, self.child, self.output, self.errors = job, child, bytearray(), b""
         self.started = self.looked = time.monotonic()
         self.reaped_s = self.cpu_s = self.idle_s = 0.0  # of processors by processes that ended; by all; by none
 
@@ -147,9 +149,9 @@ def _run(job: Task, text: str) -> dict[str, Any]:
         os.spawnv(os.P_WAIT, "/bin/rm", ["rm", "-rf", "--", job.folder])
         os.makedirs(job.folder, exist_ok=True)
     output, end = os.pipe()
+    errors, errors_end = os.pipe()
     failure, failed = os.pipe()
-    null = os.open(os.devnull, os.O_WRONLY)
-    files = [_file(text), end, null, _file(job.source), *([job.socket] if job.role else [])]
+    files = [_file(text), end, errors_end, _file(job.source), *([job.socket] if job.role else [])]
     child = os.fork()
     if not child:
         _become(job, files, failed)
@@ -159,12 +161,14 @@ def _run(job: Task, text: str) -> dict[str, Any]:
     with open(failure, encoding="utf-8") as reader:
         if reason := reader.read():  # ends when the program is executed
             raise OSError(reason)
-    ended, code = _follow(state, output)
+    ended, code = _follow(state, output, errors)
     state.end()
     os.close(output)
+    os.close(errors)
     written = state.output[: job.output].decode("latin-1")
+    said = state.errors.decode(errors="replace").replace(job.folder, ".")[-_ERRORS:]
     used = {"cpu_s": max(state.cpu_s, state.reaped_s), "idle_s": state.idle_s}
-    return {"ended": ended, "code": code, "output": written, **used}
+    return {"ended": ended, "code": code, "output": written, "errors": said, **used}
 
 
 def _file(text: str) -> int:
@@ -198,12 +202,13 @@ def _is_full(folder: str, size: int) -> bool:
     return False
 
 
-def _follow(state: _Watch, output: int) -> tuple[str, int]:
+def _follow(state: _Watch, output: int, errors: int) -> tuple[str, int]:
     """Reads what the program writes until it ends or reaches a limit; which of both, and its exit status."""
     os.set_blocking(output, False)
+    os.set_blocking(errors, False)
     ended = os.pidfd_open(state.child)
     with selectors.DefaultSelector() as selector:
-        for file in (0, output, ended):
+        for file in (0, output, errors, ended):
             selector.register(file, selectors.EVENT_READ)
         try:
             while True:
@@ -213,8 +218,11 @@ def _follow(state: _Watch, output: int) -> tuple[str, int]:
                     os._exit(1)
                 if output in ready and not _read(state, output):
                     selector.unregister(output)
+                if errors in ready and not _read_errors(state, errors):
+                    selector.unregister(errors)
                 if (status := state.reap()) is not None:
                     _read(state, output)
+                    _read_errors(state, errors)
                     return _verdict(state, os.waitstatus_to_exitcode(status))
                 is_due = time.monotonic() - state.looked >= _TICK_S or len(state.output) > state.job.output
                 if is_due and (limit := state.limit()):
@@ -230,6 +238,15 @@ def _read(state: _Watch, output: int) -> bool:
             if not (chunk := os.read(output, _CHUNK)):
                 return False
             state.output += chunk
+    return True
+
+
+def _read_errors(state: _Watch, errors: int) -> bool:
+    """Takes what has been written of standard error, a pipe's content at most, and keeps its end; see `_read`."""
+    with suppress(BlockingIOError):
+        chunk = os.read(errors, _PIPE)
+        state.errors = (state.errors + chunk)[-_ERROR_BYTES:]
+        return bool(chunk)
     return True
 
 

@@ -11,6 +11,7 @@ import compileall
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -34,6 +35,7 @@ _START = f"import sys; sys.path.append({str(_ROOT)!r}); from rlx.rewards.sandbox
 _MARGIN_S, _GRACE_S = 30.0, 0.2
 _ATTEMPTS, _WAIT_S = 3, 0.5
 _MIB = 1 << 20
+_PLACE, _ADDRESS = re.compile(r'File "program\.py", line (\d+)'), re.compile(r"0x[0-9a-f]{6,}", re.IGNORECASE)
 _LIBRARY_LOCK = threading.Lock()
 _WAITING = 4  # a program may wait so many times longer for its tests than for nothing
 
@@ -85,11 +87,23 @@ class Ran:
     code: int  # exit status; minus a signal
     output: bytes
     seconds: float  # of computing, and of idling up to a limit
+    errors: str = ""  # the last 1,000 characters of standard error; the program's folder is "." there
 
     @property
     def is_good(self) -> bool:
         """Whether the program ended by itself and without an error."""
         return self.ended == "exit" and self.code == 0
+
+    @property
+    def error(self) -> str:
+        """The last line of what a program that failed has said of it, and the program's line if Python tells it.
+
+        It is the same when the program runs again: addresses are replaced, and files of Python are left out.
+        """
+        said = [line for line in self.errors.splitlines() if line.strip()]
+        places = _PLACE.findall(self.errors)
+        where = f" (line {places[-1]})" if places else ""
+        return _ADDRESS.sub("0x...", said[-1].strip()) + where if said else ""
 
 
 _LOST = Ran("lost", -1, b"", 0.0)
@@ -312,7 +326,7 @@ def _read(launcher: _Launcher, seconds: float, goes_on: GoesOn = lambda ran: Tru
 
 def _ran(line: dict[str, Any]) -> Ran:
     seconds = line["cpu_s"] + (line["idle_s"] if line["ended"] != "exit" else 0.0)
-    return Ran(line["ended"], line["code"], line["output"].encode("latin-1"), seconds)
+    return Ran(line["ended"], line["code"], line["output"].encode("latin-1"), seconds, line["errors"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -69,14 +69,17 @@ def check_answers(prompts: Sequence[Prompt], config: RewardConfig) -> None:
         _LOG.warning("reward code: tests import %s, which the sandbox lacks: those that use it fail", names)
 
 
-def check_tests(answer: str, config: RewardConfig) -> None:
-    """Raises ValueError if an answer holds no tests, or some that no program passes. It is only parsed, in 30 us."""
+def check_tests(answer: str, config: RewardConfig | None) -> None:
+    """Raises ValueError if an answer holds no tests, or some that no program passes. It is only parsed, in 30 us.
+
+    `config`: None for the environment `code`, whose programs have to pass all tests.
+    """
     if problem := _problem(answer, config):
-        raise ValueError(f"reward code: the answer {problem}")
+        raise ValueError(f"{'reward' if config else 'environment'} code: the answer {problem}")
 
 
-def _problem(answer: str, config: RewardConfig) -> str | None:
-    """What is wrong with the tests in an answer; None if nothing is."""
+def _problem(answer: str, config: RewardConfig | None) -> str | None:
+    """What is wrong with the tests in an answer; None if nothing is. See `check_tests`."""
     try:
         tests = Tests.of(answer)
         tree = _tree(tests)
@@ -86,9 +89,10 @@ def _problem(answer: str, config: RewardConfig) -> str | None:
     if not tests.pairs and not missing:
         return "holds no tests: Python without a test"
     packages = [package for package in missing if package]
-    if not packages or (config.code_score == "share" and len(packages) < len(missing)):
+    has_others = config is not None and len(packages) < len(missing)
+    if not packages or (has_others and config and config.code_score == "share"):
         return None
-    others = " (--reward.code-score share pays for the others)" if len(packages) < len(missing) else ""
+    others = " (--reward.code-score share pays for the others)" if has_others else ""
     return (
         f"uses {packages[0]} in {len(packages)} of its {len(missing)} tests, which no program passes, since only "
         f"Python's own modules are there{others}"
