@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # it imports Ray, which takes seconds, and most runs have no 
 
 _LOG = logging.getLogger("rlx")
 _EPISODES, _CALLS, _MARGIN_S = 2, 3, 10.0
+_OF_ANY_MACHINE = frozenset({"CPU", "memory"})
 
 
 def host_settings(environment: EnvironmentConfig) -> HostSettings:
@@ -40,18 +41,30 @@ def host_settings(environment: EnvironmentConfig) -> HostSettings:
 def try_environment(environment: EnvironmentConfig, prompts: Sequence[Prompt]) -> None:
     """Tries an environment, if there is one, on the first of the prompts; says so if it is not deterministic.
 
+    Where environments need labels of a node, a GPU or the like, this machine may have none: a failure is only shown.
+
     Raises:
         ConfigError: it raises, hangs or ends its process.
     """
     if environment.name is None:
         return
-    settings = replace(host_settings(environment), concurrency=1, memory_mb=None)
+    try:
+        _try_here(environment, prompts)
+    except ConfigError as error:
+        needed = {name for name, amount in environment.resources_per_actor.items() if amount} - _OF_ANY_MACHINE
+        if not (needed or environment.label_selector):
+            raise
+        _LOG.warning("on this machine, which need not be like those of the environments: %s", error)
+
+
+def _try_here(environment: EnvironmentConfig, prompts: Sequence[Prompt]) -> None:
+    settings = replace(host_settings(environment), concurrency=1)
     child = ChildProcess(partial(_trial, settings))
     try:
         for prompt in prompts[:1]:
             failure, is_same = child.call(prompt.task, _EPISODES * _CALLS * settings.timeout_s + _MARGIN_S)
             if failure:
-                raise ConfigError(f"environment.name {environment.name}: {failure}")
+                raise ConfigError(failure)
             if not is_same:
                 _LOG.warning(
                     "warning: environment.name %s says something else when an episode is repeated with the same seed: "
@@ -68,19 +81,21 @@ def _trial(settings: HostSettings) -> Callable[[TaskRow], tuple[str, bool]]:
     """Runs in the child process: makes what tries the environment on a row, and says why it fails and if it repeats."""
 
     def tried(row: TaskRow) -> tuple[str, bool]:
-        if why := _undescribed(settings.name):
-            return why, True
+        try:
+            _check_tools(settings.name)
+        except ConfigError as error:
+            return str(error), True
         one, other = (asyncio.run(_played(settings, row)) for _ in range(_EPISODES))
         failures = [str(reply.error) for reply in one if reply.failure]
         if one[0].observation and not one[0].observation.messages:
             failures = ["reset has returned no messages, so that the policy would have nothing to read"]
-        return (failures[0] if failures else ""), one == other
+        return (f"environment.name {settings.name}: {failures[0]}" if failures else ""), one == other
 
     return tried
 
 
-def _undescribed(name: str) -> str:
-    """Why a tool of an environment cannot be described to a model; empty if all can, or there are none."""
+def _check_tools(name: str) -> None:
+    """Raises ConfigError if there is no such environment, or one of its tools cannot be described to a model."""
     from rlx.environments.base import load_environment
     from rlx.environments.tools import schemas
 
@@ -88,8 +103,7 @@ def _undescribed(name: str) -> str:
     try:
         schemas(found)
     except ValueError as error:
-        return one_line(error)
-    return ""
+        raise ConfigError(f"environment.name {name}: {one_line(error)}") from None
 
 
 async def _played(settings: HostSettings, row: TaskRow) -> list[Reply]:

@@ -26,6 +26,8 @@ class Bad:
             raise LookupError("no such row")
         if self.what == "die":
             os._exit(3)
+        if self.what == "hungry":
+            bytearray(1 << 30)
         if self.what == "mute":
             return []
         return f"{row.question} {time.time() if self.what == 'lie' else seed}"
@@ -46,16 +48,35 @@ class Bad:
         ({"what": "raise"}, "raised LookupError: no such row"),
         ({"what": "mute"}, "reset has returned no messages"),
         ({"what": "die"}, "ended its process"),
+        ({"what": "hungry"}, "raised MemoryError at "),
         ({"what": "hang"}, "took longer than 0.3 s"),
         ({"what": "linger"}, "close took longer than 0.3 s"),
         ({"where": 1}, "unexpected keyword argument 'where'"),
     ],
 )
 def test_an_environment_that_fails_is_refused_before_the_run(params: dict[str, object], reason: str) -> None:
-    config = EnvironmentConfig(name="test_trial:Bad", params=params, timeout_s=0.3)
+    config = EnvironmentConfig(name="test_trial:Bad", params=params, timeout_s=0.3, memory_mb=256)
     with pytest.raises(ConfigError, match=reason) as raised:
         try_environment(config, PROMPTS)
     assert "\n" not in str(raised.value) and "test_trial:Bad" in str(raised.value)
+
+
+@pytest.mark.parametrize("needed", [{"label_selector": {"disk": "fast"}}, {"resources_per_actor": {"GPU": 0.5}}])
+def test_a_failure_where_environments_run_elsewhere_is_only_shown(
+    needed: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EnvironmentConfig(name="test_trial:Bad", params={"what": "raise"}, **needed)
+    try_environment(config, PROMPTS)
+    (told,) = caplog.messages
+    assert told.startswith("on this machine, which need not be like those of the environments: environment.name ")
+    assert "test_trial:Bad: raised LookupError: no such row at " in told
+
+
+def test_a_class_that_is_no_environment_is_told_once() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^environment.name test_trial:Sad: test_trial has no class Sad; nearest: Bad$"
+    ):
+        try_environment(EnvironmentConfig(name="test_trial:Sad"), PROMPTS)
 
 
 class Unhinted:
