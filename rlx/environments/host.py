@@ -23,6 +23,7 @@ from typing import Any, Protocol, SupportsFloat
 from rlx.actors import BulkActor
 from rlx.config.errors import one_line
 from rlx.environments.base import has_steps, load_environment, messages_of, threads_of
+from rlx.environments.forks import keep_ray_from_children
 from rlx.environments.instance import Instance
 from rlx.environments.tools import ToolDialogue, finite, score_of
 from rlx.types import EnvironmentFailed, Observation, TaskRow, TurnLength
@@ -115,6 +116,7 @@ class EnvironmentHost(BulkActor):
 
     def __init__(self, settings: HostSettings) -> None:
         """Raises ConfigError if there is no such environment."""
+        keep_ray_from_children()
         self.settings, self._kind = settings, load_environment(settings.name)
         self._live: dict[str, Instance] = {}  # by key
         self._left: list[Instance] = []  # that are closed, as far as `close` still runs
@@ -231,6 +233,9 @@ async def _step(live: Instance, action: Action) -> Observation:
     given = {name: value for name, value in known.items() if name in parameters}
     said, reward, done = _answered(await call(step, action.text, **given))
     is_done, own = _truth(done), finite(reward, "step")
+    if isinstance(reward, bool) and float(done) not in (0.0, 1.0):
+        order = "(observation, reward, whether the episode has ended)"
+        raise TypeError(f"step returns {order}: {reward} and {done} are in each other's place")
     final = await score_of(live.environment, action.text, call) if is_done else 0.0
     with _naming("step"):
         return Observation(messages_of(said), own + final, is_done)

@@ -1,7 +1,9 @@
 """Environments in Ray actors: killed, hanging with the interpreter's lock, and hungry; their episodes go on."""
 
 import asyncio
+import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -34,6 +36,9 @@ class Bad:
             re.match(r"(a+)+$", "a" * 64 + "b")  # in C, with the interpreter's lock
         if action == "hungry":
             bytearray(4 << 30)
+        if action == "fork" and not os.fork():
+            time.sleep(60)
+            os._exit(0)
         return f"{action} {seed}", 0.0, False
 
 
@@ -111,6 +116,21 @@ def test_episodes_survive_what_happens_to_the_processes(actors: list[Any], monke
     assert hanging[:2] == ["question", "a 0"] and "has not answered" in hanging[2]
     assert pool.failures["died"] >= 3  # killed, and hanging twice
     assert asyncio.run(played("after", ["a"])) == ["question", "a 0"]
+
+
+@pytest.mark.slow
+def test_a_process_that_an_environment_has_forked_does_not_hide_that_its_own_has_died(actors: list[Any]) -> None:
+    pool = EnvironmentPool([ActorHost(actors[0], timeout_s=1.0)], "r/0/", retries=1, concurrency=4, notify=print)
+
+    async def played() -> str:
+        await pool.start("forking", ROW, 3)
+        await pool.step("forking", "fork", 0)
+        os.kill(ray.get(actors[0].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+        return (await pool.step("forking", "b", 1)).text
+
+    started = time.monotonic()
+    assert asyncio.run(played()) == "b 1" and pool.failures["died"] == 1
+    assert time.monotonic() - started < 30  # its child lives for 60
 
 
 @pytest.mark.slow

@@ -310,6 +310,10 @@ class Given(Plain):
         ({"step": ("a", "good", False)}, "the reward of step is a number, not str 'good'"),
         ({"step": ("a", 0.0, "False")}, "step returns whether the episode has ended as a bool, not str 'False'"),
         ({"step": ("a", 0.0, None)}, "step returns whether the episode has ended as a bool, not NoneType None"),
+        (
+            {"step": ("a", True, 0.5)},
+            "step returns (observation, reward, whether the episode has ended): True and 0.5 are in each other's place",
+        ),
         ({"step": (5, 0.0, False)}, "an observation is text or messages, not int, in what step has returned"),
         ({"start": b"7"}, "an observation is text or messages, not bytes, in what reset has returned"),
         ({"start": ["a", "b"]}, "an observation is text or messages, not a list with 'a', in what reset has returned"),
