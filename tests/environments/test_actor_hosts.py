@@ -120,7 +120,8 @@ def test_episodes_survive_what_happens_to_the_processes(actors: list[Any], monke
 
 @pytest.mark.slow
 def test_a_process_that_an_environment_has_forked_does_not_hide_that_its_own_has_died(actors: list[Any]) -> None:
-    pool = EnvironmentPool([ActorHost(actors[0], timeout_s=1.0)], "r/0/", retries=1, concurrency=4, notify=print)
+    told = list[str]()
+    pool = EnvironmentPool([ActorHost(actors[0], timeout_s=1.0)], "r/0/", retries=1, concurrency=4, notify=told.append)
 
     async def played() -> str:
         await pool.start("forking", ROW, 3)
@@ -128,9 +129,8 @@ def test_a_process_that_an_environment_has_forked_does_not_hide_that_its_own_has
         os.kill(ray.get(actors[0].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
         return (await pool.step("forking", "b", 1)).text
 
-    started = time.monotonic()
     assert asyncio.run(played()) == "b 1" and pool.failures["died"] == 1
-    assert time.monotonic() - started < 30  # its child lives for 60
+    assert "its host died: its process ended" in told[0]  # not: has not answered, while the child lives
 
 
 @pytest.mark.slow
