@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from threading import Event
 from types import SimpleNamespace
@@ -266,22 +266,6 @@ def test_what_a_function_raises_is_raised_where_scores_are_waited_for() -> None:
     pending = CompletionScorer([source], Tokenizer(), ALONE).begin(COMPLETIONS)
     with pytest.raises(LookupError, match="no scores"):
         pending.result()
-
-
-def test_a_process_scores_one_batch_at_a_time() -> None:
-    """The limits of functions are of one batch."""
-    asked, may_answer = list[int](), Event()
-
-    def waiting(responses: Sequence[Response]) -> list[float]:
-        asked.append(len(responses))
-        assert may_answer.wait(60)
-        return [0.0] * len(responses)
-
-    source = SourceRewards(scorer().sources[0].reward, {"exact_match": waiting, "length": num_tokens})
-    pending = [CompletionScorer([source], Tokenizer(), ALONE).begin(COMPLETIONS) for _ in range(2)]
-    assert not any(wait([each.judged for each in pending], 0.05).done) and len(asked) == 1
-    may_answer.set()
-    assert [len(each.result()[0]) for each in pending] == [3, 3] and len(asked) == 2
 
 
 @dataclass
