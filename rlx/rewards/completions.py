@@ -9,16 +9,12 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any
 
 from rlx.config.sections.reward import RewardConfig
 from rlx.mesh import Mesh
 from rlx.rewards import functions, scoring
 from rlx.types import Completion, Response, ScoredCompletion, Scorer
-
-_ONE_BATCH = Lock()
-"""held while a batch is scored: what functions may do at once, and how long they may take, is said of one batch"""
 
 
 @dataclass(frozen=True)
@@ -89,14 +85,9 @@ class CompletionScorer:
     def begin(self, completions: Sequence[Completion]) -> PendingScores:
         """Begins to score completions in a thread, so that the models may compute meanwhile."""
         thread = ThreadPoolExecutor(1, "rlx-scores")
-        judged = thread.submit(self._judged_alone, completions)
+        judged = thread.submit(self._judged, completions)
         thread.shutdown(wait=False)  # it ends with this work
         return PendingScores(self.mesh, judged)
-
-    def _judged_alone(self, completions: Sequence[Completion]) -> tuple[list[_Judged], float]:
-        """As `_judged`, once the batch before is scored."""
-        with _ONE_BATCH:
-            return self._judged(completions)
 
     def _judged(self, completions: Sequence[Completion]) -> tuple[list[_Judged], float]:
         """The completions of each source that has some, and the seconds that this took."""

@@ -157,12 +157,6 @@ class PendingRollout:
             for sample, output in enumerate(outputs)
         ]
 
-    def add_returned(self, call: EngineCall, outputs: Sequence[Output]) -> None:
-        """Keeps all that a call has returned."""
-        count = len(self.samplings)
-        for position, index in enumerate(call.prompts):
-            self.add(index, outputs[position * count : (position + 1) * count], call.version)
-
 
 class Engines(Protocol):
     """All engines together, as training uses them. Every rank has one and makes the same calls in the same order."""

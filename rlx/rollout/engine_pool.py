@@ -76,8 +76,10 @@ class EnginePool:
             for call, outputs in self._returned(pending, version):
                 if outputs is None:
                     pending.unassigned += call.prompts
-                else:
-                    pending.add_returned(call, outputs)
+                    continue
+                count = len(pending.samplings)
+                for position, index in enumerate(call.prompts):
+                    pending.add(index, outputs[position * count : (position + 1) * count], call.version)
             self._assign(pending, version)
 
     def ask(self) -> list[Any]:

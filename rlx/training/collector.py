@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from threading import Thread
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,7 +16,7 @@ from rlx.algorithms import advantages
 from rlx.config.sections.algorithm import AlgorithmConfig
 from rlx.mesh import Mesh, exchange_objects, in_turns
 from rlx.rewards.completions import CompletionScorer, PendingScores
-from rlx.rollout.base import EngineCall, Engines, PendingRollout
+from rlx.rollout.base import Engines
 from rlx.samples.columns import Kind, StepCompletions, TrainedTokens
 from rlx.samples.evaluations import HELD_OUT, EvaluationFile, Outcomes, OutcomeWriter
 from rlx.samples.gradients import write_shares
@@ -157,55 +154,6 @@ def new_selection(trainer: Trainer) -> Selection:
 
 
 @dataclass(frozen=True)
-class EarlyScores:
-    """Scores of rounds that are drawn ahead of training: made once the engines' calls have returned, while the trainer
-    still updates.
-
-    A watched round is only looked at: another thread builds its completions a second time. If one of its calls fails,
-    or has not returned where the scores are needed, they are made then, as those of other rounds.
-    """
-
-    score: CompletionScorer
-    _begun: dict[int, Future[tuple[list[Completion], PendingScores]]] = field(default_factory=dict, init=False)
-    """by the first prompt; a future is cancelled where the scores cannot be early"""
-
-    def watch(self, pending: PendingRollout) -> None:
-        """Has the completions of a rollout scored once all of its calls have returned; does not wait."""
-        if not pending.calls or pending.unassigned:  # of another process of the replica, or engines are missing
-            return
-        copy = PendingRollout.of(pending.prompts, pending.samplings, pending.step)
-        calls = [(reference.future(), call) for reference, call in pending.calls.items()]
-        begun = self._begun[pending.prompts[0].id] = Future()
-        Thread(target=self._begin, args=(copy, calls, begun), name="rlx-early-scores", daemon=True).start()
-
-    def take(self, completions: Sequence[Completion]) -> PendingScores:
-        """The scores of completions as `CompletionScorer.begin` gives them, made or in the making if they are early."""
-        begun = self._begun.pop(completions[0].prompt.id, None)
-        if begun and not begun.cancel():
-            drawn, scores = begun.result()
-            if drawn == completions:
-                return scores
-        return self.score.begin(completions)
-
-    def _begin(
-        self,
-        copy: PendingRollout,
-        calls: Sequence[tuple[Future[Any], EngineCall]],
-        begun: Future[tuple[list[Completion], PendingScores]],
-    ) -> None:
-        try:
-            for returned, call in calls:
-                copy.add_returned(call, returned.result()[0])
-        except Exception:  # the engine is lost: others are asked, by whoever waits for the round
-            begun.cancel()
-        if begun.set_running_or_notify_cancel():
-            try:
-                begun.set_result((copy.completions, self.score.begin(copy.completions)))
-            except RuntimeError as error:  # no thread could be started
-                begun.set_exception(error)
-
-
-@dataclass(frozen=True)
 class RolloutCollector:
     """One rank's steps from prompts to scored completions; every rank makes the same calls in the same order."""
 
@@ -214,7 +162,6 @@ class RolloutCollector:
     queue: RolloutQueue
     sampling: Sampling
     score: CompletionScorer
-    early: EarlyScores
     evaluations: Sequence[QuestionSet]
     completions: CompletionWriter | None = None  # None: this process keeps none
     outcomes: OutcomeWriter | None = None  # None: another process keeps those of all

@@ -59,7 +59,7 @@ def train_step(trainer: Trainer, collector: RolloutCollector) -> tuple[dict[str,
     while needs_more(trainer, selection):  # once, unless groups of equal scores are left out
         chunks = collector.next_round(selection, trainer.config.train.steps)  # 1 prompts
         for completions in timer.waiting("rollout", chunks):  # 2 tokens, logprobs
-            scores = collector.early.take(completions)  # 3 scores, by a thread
+            scores = collector.score.begin(completions)  # 3 scores, by a thread
             if not selection.filtered:
                 with timer("logprobs"):  # 4 padded [B, T], masks; 5 old and reference logprobs, values
                     parts.append(logprobs_of(trainer, collector, selection.choosable(completions)))

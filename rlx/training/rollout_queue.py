@@ -56,7 +56,6 @@ class RolloutQueue:
     max_staleness: int  # steps that a completion's weights may be older than the weights that train on it
     logprobs_every: int = 1  # steps between those of whose completions the engines report log-probabilities
     environment: str = ""  # the settings of an environment that decide what its episodes are
-    watch: Callable[[PendingRollout], None] | None = None  # called with what begins before the step that trains on it
     seconds: float = 0.0  # that the engines took for the round handed out last
     _rounds: deque[QueuedRound] = field(default_factory=deque, init=False)
 
@@ -156,11 +155,7 @@ class RolloutQueue:
         chunks = [prompts[start:stop] for start, stop in itertools.pairwise(edges)]
         reported = reports_logprobs(step, self.logprobs_every)
         samplings = [replace(each, logprobs=each.logprobs and reported) for each in self.samplings(trained_after)]
-        begun = [self.engines.begin(chunk, samplings, step) for chunk in chunks]
-        if self.watch and trained_after > step:
-            for chunk in begun:
-                self.watch(chunk)
-        return QueuedRound(position, begun, trained_after)
+        return QueuedRound(position, [self.engines.begin(chunk, samplings, step) for chunk in chunks], trained_after)
 
     def _request(self, step: int) -> Tensor:
         """The settings that the completions of a step's round depend on, as numbers `[1 + S]` of S samplings, and one

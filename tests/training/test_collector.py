@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -15,25 +14,16 @@ import torch
 from rlx.config.loading import from_tree
 from rlx.mesh import Mesh
 from rlx.rewards.completions import CompletionScorer, SourceRewards
-from rlx.rollout.base import EngineCall, Output, PendingRollout
 from rlx.runs import doctor
 from rlx.samples.columns import Kind, StepCompletions
 from rlx.samples.evaluations import AVERAGED, HELD_OUT, Outcomes
-from rlx.training.collector import (
-    EarlyScores,
-    RolloutCollector,
-    Selection,
-    apply_length_penalty,
-    new_selection,
-    right_share,
-)
+from rlx.training.collector import RolloutCollector, Selection, apply_length_penalty, new_selection, right_share
 from rlx.training.loop import needs_more
 from rlx.training.metrics import StepTimer, sample_rows
 from rlx.training.reporting import MemoryReporter, failed_episodes
 from rlx.types import Completion, Episode, Observation, Prompt, Response, Sampling, ScoredCompletion, Turn
 
 TEXTS = {(1,): "so 4", (2, 2): "5", (3, 3, 3): "no idea"}
-SAMPLING = Sampling(1.0, 1.0, -1, 4, (1,))
 ALONE: Any = SimpleNamespace(is_leader=True, broadcast_from_leader=lambda value: value, dp_rank=0, dp_size=2)
 
 
@@ -204,9 +194,8 @@ def collector(engines: Engines, **rollout: Any) -> RolloutCollector:
         trainer=trainer,  # type: ignore[arg-type]
         engines=engines,  # type: ignore[arg-type]
         queue=None,  # type: ignore[arg-type]
-        sampling=SAMPLING,
+        sampling=Sampling(1.0, 1.0, -1, 4, (1,)),
         score=scorer(),
-        early=EarlyScores(scorer()),
         evaluations=(),
     )
 
@@ -266,103 +255,6 @@ def test_what_a_function_raises_is_raised_where_scores_are_waited_for() -> None:
     pending = CompletionScorer([source], Tokenizer(), ALONE).begin(COMPLETIONS)
     with pytest.raises(LookupError, match="no scores"):
         pending.result()
-
-
-@dataclass
-class Returning:
-    """The reference of an engine's call, which returns when the test says so."""
-
-    returned: Future[Any] = field(default_factory=Future)
-
-    def future(self) -> Future[Any]:
-        return self.returned
-
-    def __hash__(self) -> int:
-        return id(self)
-
-
-class Watched:
-    """A rollout of `COMPLETIONS` by two calls, watched for early scores; `asked` are the batches of the functions."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.asked, self.error, self.was_asked = list[int](), error, Event()
-        source = SourceRewards(scorer().sources[0].reward, {"exact_match": self.answer, "length": num_tokens})
-        self.early = EarlyScores(CompletionScorer([source], Tokenizer(), ALONE))
-        self.calls = [Returning(), Returning()]
-        self.pending = PendingRollout.of([each.prompt for each in COMPLETIONS], [SAMPLING], 0)
-        self.pending.unassigned = []
-        shares = zip(self.calls, ([0, 2], [1]), strict=True)
-        self.pending.calls = {call: EngineCall(n, share, 0, 0.0, 8) for n, (call, share) in enumerate(shares)}
-        self.early.watch(self.pending)
-
-    def answer(self, responses: Sequence[Response]) -> list[float]:
-        self.asked.append(len(responses))
-        self.was_asked.set()
-        if self.error:
-            raise self.error
-        return is_answer(responses)
-
-    def finish(self, number: int) -> None:
-        """One of the calls returns."""
-        drawn = [COMPLETIONS[index] for index in list(self.pending.calls.values())[number].prompts]
-        outputs = [Output(each.token_ids, each.logprobs, each.finished) for each in drawn]
-        self.calls[number].returned.set_result((outputs, 0.5))
-
-    def score(self, completions: Sequence[Completion] = COMPLETIONS) -> list[float]:
-        return [each.score for each in self.early.take(completions).result()[0]]
-
-
-SCORES = [2.5, 1.0, 1.5]
-
-
-def test_a_rollout_is_scored_as_a_whole_once_its_calls_have_returned() -> None:
-    own = Watched()
-    own.finish(1)
-    assert not own.was_asked.wait(0.05)
-    own.finish(0)
-    assert own.was_asked.wait(60)  # nobody needs the scores yet
-    assert own.pending.groups == [None] * 3 and len(own.pending.calls) == 2  # it is only looked at
-    assert own.score() == SCORES and own.asked == [3]
-    assert own.score() == SCORES and own.asked == [3, 3]  # they are taken once
-
-
-def test_early_scores_are_of_the_very_same_completions() -> None:
-    own = Watched()
-    own.finish(0)
-    own.finish(1)
-    assert own.was_asked.wait(60)
-    newer = [replace(each, version=1) for each in COMPLETIONS]
-    scored = own.early.take(newer).result()[0]
-    assert [each.completion for each in scored] == newer and own.asked == [3, 3]
-
-
-def test_a_step_scores_what_it_needs_while_a_call_has_failed_or_not_returned() -> None:
-    failed, late = Watched(), Watched()
-    for own in (failed, late):
-        own.finish(1)
-    failed.calls[0].returned.set_exception(OSError("the engine is gone"))
-    for own in (failed, late):
-        assert own.score() == SCORES and own.asked == [3]
-    late.finish(0)  # an engine that was given up answers all the same
-    assert late.score() == SCORES and late.asked == [3, 3]
-
-
-def test_what_a_function_raises_early_is_raised_in_the_step_that_needs_the_scores() -> None:
-    own = Watched(LookupError("no scores"))
-    own.finish(0)
-    own.finish(1)
-    assert own.was_asked.wait(60)
-    pending = own.early.take(COMPLETIONS)
-    with pytest.raises(LookupError, match="no scores"):
-        pending.result()
-    assert own.asked == [3]
-
-
-def test_no_process_watches_what_another_draws_or_what_no_engine_draws() -> None:
-    early = EarlyScores(scorer())
-    early.watch(PendingRollout.of([], [SAMPLING], 0))
-    early.watch(PendingRollout.of([COMPLETIONS[0].prompt], [SAMPLING], 0))
-    assert [each.score for each in early.take(COMPLETIONS).result()[0]] == SCORES
 
 
 def test_answers_of_averaged_weights_are_not_written() -> None:

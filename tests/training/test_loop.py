@@ -1,13 +1,10 @@
 """The whole loop in a plain process: fakes for engines and reports, real models, real files, no Ray and no MLflow."""
 
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from threading import Condition
 from typing import Any
 
 import pyarrow as pa
@@ -22,8 +19,7 @@ from rlx.data.prompts import load_tokenizer
 from rlx.data.sources import set_table
 from rlx.data.stream import Share, TableRows
 from rlx.mesh import Mesh
-from rlx.rewards import scoring
-from rlx.rollout.base import EngineCall, Output, PendingRollout
+from rlx.rollout.base import PendingRollout
 from rlx.rollout.fake_engine import FakeEngines
 from rlx.samples.gradients import read_shares
 from rlx.storage.addresses import open_storage
@@ -34,7 +30,7 @@ from rlx.training import loop
 from rlx.training.reporting import MemoryReporter
 from rlx.training.setup.inputs import TrainingInputs, WeightSource
 from rlx.training.setup.rank import build_rank, close_rank
-from rlx.types import Completion, Prompt, Replay, Response, Sampling
+from rlx.types import Prompt, Replay, Sampling
 
 STEPS = 4
 Runs = tuple[Any, Any, Any, Any, bool]
@@ -391,72 +387,3 @@ def test_settings_with_a_schedule_change_and_a_resume_is_exact(
     assert isinstance(whole.engines, NotingEngines) and whole.engines.temperatures == [1, 1, 0.5, 0.5]
     steps = {row["step"]: unmeasured(row) for row in (*first.reporter.metrics, *second.reporter.metrics)}
     assert steps == {row["step"]: unmeasured(row) for row in whole.reporter.metrics}
-
-
-@dataclass(eq=False)
-class Returned:
-    """The reference of an engine's call that has returned."""
-
-    outputs: list[Output]
-
-    def future(self) -> Future[Any]:
-        done = Future[Any]()
-        done.set_result((self.outputs, 0.0))
-        return done
-
-
-class CalledEngines(FakeEngines):
-    """Its rollouts are calls that have returned, as those of engines that are faster than the trainer."""
-
-    def begin(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], version: int) -> PendingRollout:
-        pending = super().begin(prompts, samplings, version)
-        outputs = [self.answer(each) for index in pending.unassigned for each in pending.requests(index, self.seed)]
-        call = EngineCall(0, pending.unassigned, version, math.inf, 0)
-        pending.calls, pending.unassigned = {Returned(outputs): call}, []
-        return pending
-
-    def finish(self, pending: PendingRollout, version: int) -> list[Completion]:
-        for reference, call in pending.calls.items():
-            pending.add_returned(call, reference.outputs)
-        pending.calls = {}
-        return super().finish(pending, version)
-
-
-def ahead(path: str, folder: str, engines: type[FakeEngines]) -> list[dict[str, float]]:
-    """The metrics of a run one step ahead of training."""
-    changes = {"rollout__max_staleness": 1, "eval__every": 0}
-    return trained(path, folder, engines_of=lambda weights: engines(), **changes).reporter.metrics
-
-
-def scored_early(rank: int, ranks: int, path: str, folder: str) -> tuple[Any, Any, list[bool]]:
-    """A run whose rounds are scored when they are needed; one each of whose updates waits until the round of the next
-    step is scored, and whether it was; both without evaluations between."""
-    late = ahead(path, f"{folder}/late", FakeEngines)
-    batches, were_scored, scored, plain = list[int](), list[bool](), Condition(), (scoring.score, loop.update)
-
-    def score(responses: Sequence[Response], *rest: Any) -> scoring.Scores:
-        scores = plain[0](responses, *rest)
-        if len(responses) == 8:  # of training
-            with scored:
-                batches.append(len(batches))
-                scored.notify_all()
-        return scores
-
-    def update(*given: Any) -> Any:
-        step = len(were_scored) + 1
-        with scored:
-            were_scored.append(scored.wait_for(lambda: len(batches) > step, 60 if step < STEPS else 0))
-        return plain[1](*given)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scoring, "score", score)
-        patch.setattr(loop, "update", update)
-        early = ahead(path, f"{folder}/early", CalledEngines)
-    return late, early, were_scored
-
-
-def test_the_next_round_is_scored_before_the_update_ends(on_ranks: OnRanks, tiny_model: Path, tmp_path: Path) -> None:
-    late, early, were_scored = on_ranks(1, scored_early, str(tiny_model), str(tmp_path))[0]
-    assert were_scored == [True] * (STEPS - 1) + [False]  # no round is drawn ahead of the end, and none is scored twice
-    assert [unmeasured(row) for row in early] == [unmeasured(row) for row in late]
-    assert len(late) == STEPS + 1

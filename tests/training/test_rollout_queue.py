@@ -109,17 +109,6 @@ def test_one_step_ahead_the_next_round_is_drawn_while_this_one_trains() -> None:
     assert log(own) == ["begin 4 with 1"] and own.seconds == 2.0  # of the second round
 
 
-def test_what_begins_before_its_step_is_watched() -> None:
-    watched = list[PendingRollout]()
-    own, on_policy = rounds(max_staleness=1, watch=watched.append), rounds(watch=watched.append)
-    for number in range(3):
-        own.begin(number, 3)
-        step(on_policy, number)
-        step(own, number, 3)
-        own.wait(number)
-    assert [each.step for each in watched] == [0, 1]  # which the second and the third step train on
-
-
 def test_rounds_without_logprobs_go_into_a_checkpoint() -> None:
     own = rounds(max_staleness=1, samplings=lambda step: [SAMPLING, SAMPLING.greedy])
     engines = own.engines

@@ -26,7 +26,7 @@ from rlx.rollout.base import Engines
 from rlx.samples.columns import made_with
 from rlx.samples.evaluations import HELD_OUT, OutcomeWriter
 from rlx.samples.writer import CompletionWriter, Keeping
-from rlx.training.collector import EarlyScores, RolloutCollector
+from rlx.training.collector import RolloutCollector
 from rlx.training.evaluation.sets import QuestionSet, ScoredSource, make_scorer, set_sampling
 from rlx.training.rollout_queue import RolloutQueue
 from rlx.training.setup.inputs import TrainingInputs
@@ -46,15 +46,12 @@ def build_collector(inputs: TrainingInputs, trainer: Trainer, tokenizer: Any) ->
     sampling = sampling_of(config.rollout, ends)
     scorer = partial(make_scorer, remote=remote, tokenizer=tokenizer, mesh=mesh)
     parts = zip(config.data.parts, config.reward_parts, strict=True)
-    score = scorer([ScoredSource(part, reward, part.seed, part.num_prompts) for part, reward in parts])
-    early = EarlyScores(score)
     return RolloutCollector(
         trainer=trainer,
         engines=engines,
-        queue=_queue(trainer, engines, ends, training_prompts(inputs, mesh), early),
+        queue=_queue(trainer, engines, ends, training_prompts(inputs, mesh)),
         sampling=sampling,
-        score=score,
-        early=early,
+        score=scorer([ScoredSource(part, reward, part.seed, part.num_prompts) for part, reward in parts]),
         evaluations=_evaluations(inputs, mesh, sampling, scorer),
         completions=_completion_writer(inputs, mesh, tokenizer),
         outcomes=OutcomeWriter(inputs.folder, inputs.reporter.notify) if mesh.rank == 0 else None,
@@ -120,9 +117,7 @@ def _completion_writer(inputs: TrainingInputs, mesh: Mesh, tokenizer: Any) -> Co
     return CompletionWriter(inputs.folder, keeping, tokenizer, inputs.reporter.notify)
 
 
-def _queue(
-    trainer: Trainer, engines: Engines, ends: tuple[int, ...], prompts: PromptStream, early: EarlyScores
-) -> RolloutQueue:
+def _queue(trainer: Trainer, engines: Engines, ends: tuple[int, ...], prompts: PromptStream) -> RolloutQueue:
     """Each prompt gets `samples_per_prompt` completions, and a greedy one where the estimator needs it."""
     config = trainer.config
     train, rollout = config.train, config.rollout
@@ -142,7 +137,6 @@ def _queue(
         rollout.max_staleness,
         config.resolved_logprobs_every,
         config.environment.identity,
-        None if rollout.partial_rollouts or config.environment.name else early.watch,
     )
 
 
