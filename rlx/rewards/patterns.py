@@ -18,7 +18,7 @@ T = TypeVar("T")
 _LOG = logging.getLogger("rlx")
 _SECONDS, _LEAST_SECONDS = 0.5, 0.05  # for one text; also when the batch has none left
 _BATCH_SECONDS = 5.0
-_NEARLY = 0.9  # of the time that a search was allowed: regex looks at its clock now and then
+_NEARLY, _MOST = 0.9, 8.0  # of the time that a search was allowed: regex looks at its clock now and then
 
 
 def last_matches(pattern: str, texts: Sequence[str]) -> list[str | None]:
@@ -66,7 +66,8 @@ def _limited(pattern: str, search: Callable[[str, float], T], texts: Sequence[st
 def _searched(search: Callable[[str, float], T], text: str, seconds: float) -> T:
     """What a search finds within so many seconds of this thread's processor time.
 
-    The package regex counts the time of all threads. Where others have used it, the text is searched again, with more.
+    The package regex counts the time of all threads. Where others have used it, the text is searched again, with as
+    much more as they took, but at most `_MOST` times the seconds.
 
     Raises:
         TimeoutError: it takes longer.
@@ -75,8 +76,13 @@ def _searched(search: Callable[[str, float], T], text: str, seconds: float) -> T
     while True:
         started = time.thread_time()
         try:
-            return search(text, allowed)
+            found = search(text, allowed)
         except TimeoutError:
-            if time.thread_time() - started >= _NEARLY * seconds:
+            used = time.thread_time() - started
+            if used >= _NEARLY * seconds or allowed >= _MOST * seconds:
                 raise
-            allowed *= 2
+            allowed = seconds * min(_MOST, allowed / max(used, seconds / _MOST))
+            continue
+        if time.thread_time() - started > seconds:  # the others have stopped on the way
+            raise TimeoutError
+        return found

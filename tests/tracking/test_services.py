@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import struct
 import time
 from collections.abc import Iterator
@@ -143,10 +144,20 @@ def test_two_runs_of_one_name_have_folders_of_their_own(tmp_path: Path) -> None:
     options: Any = {"parent": None, "params": {}, "tags": {}, "at": 1}
     assert [service.make_run(key, "rlx", "one", **options) for key in "aba"] == ["one", "one-2", "one"]
     service.reopen_run("one-2", 2, {}, {})
-    removed = TensorBoardService(tmp_path / "other")  # its folder, while the run did not run
-    removed.reopen_run("one", 2, {"train.steps": "3"}, {})
-    removed.writer("one").log({"reward/mean": 1.0}, 1, 3)
-    assert removed.writer("one").last_step is not None and [*(tmp_path / "other" / "one").glob("events*")]
+
+
+def test_a_run_whose_folder_was_removed_begins_again(tmp_path: Path) -> None:
+    """Also in the process that has written it, whose file is still open."""
+    service = TensorBoardService(tmp_path / "tb")
+    service.make_run("key", "rlx", "one", parent=None, params={"train.steps": "3"}, tags={}, at=1)
+    for step in (1, 2, 3):
+        service.writer("one").log({"reward/mean": 1.0}, step, step)
+    shutil.rmtree(tmp_path / "tb")
+    service.reopen_run("one", 4, {"train.steps": "3"}, {})
+    service.writer("one").log({"reward/mean": 0.5}, 2, 5)
+    assert scalars(tmp_path / "tb" / "one") == [(2, "reward/mean", 0.5)]
+    service.reopen_run("one", 6, {"train.steps": "3"}, {})  # it has its key again
+    assert service.writer("one").last_step == 2
 
 
 def test_a_tag_that_comes_after_the_end_is_kept(tmp_path: Path, folder: Storage) -> None:

@@ -85,12 +85,10 @@ class TensorBoardService:
 
     def reopen_run(self, run_id: str, at: int, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
         """Says that the run goes on, in a further file of its folder. One whose folder was removed begins again."""
-        is_there = (self.folder / run_id / _KEY_FILE).exists()
         writer = self.writer(run_id)
-        if not is_there:
+        if not (self.folder / run_id / _KEY_FILE).exists():
+            writer.begin_again(params, tags, at)
             _claim(self.folder / run_id, run_id)  # so that no other run takes it
-            writer.start(params, at)
-            writer.set_tags(tags)
         writer.reopen()
 
     def writer(self, run_id: str) -> TensorBoardRun:
@@ -127,6 +125,14 @@ class TensorBoardRun:
         values = {key: typed(value) for key, value in params.items()}
         for part in summary.hparams(values, dict.fromkeys(_METRICS))[:2]:  # the third says that the run has ended
             self._write(part, 0, at)
+
+    def begin_again(self, params: Mapping[str, str], tags: Mapping[str, str], at: int) -> None:
+        """Writes the parameters and tags into new files: those of before were removed, also one that is open here."""
+        with self._lock:
+            self._events, self.last_step = None, -1
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.start(params, at)
+        self.set_tags(tags)
 
     def reopen(self) -> None:
         """Writes that the run goes on, without an error."""
