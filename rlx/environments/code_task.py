@@ -7,6 +7,7 @@ tests that the policy must not see: it is shown the first that fails.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rlx.config.sections.reward import RewardConfig
 from rlx.environments.python_tool import how_it_failed
@@ -19,7 +20,7 @@ _SHOWN = 500
 _IMPORT = """
 import sys, types
 sys.modules["solution"] = module = types.ModuleType("solution")
-exec(compile({source!r}, "program.py", "exec"), module.__dict__)
+exec(compile({source!r}, "solution.py", "exec"), module.__dict__)
 """
 
 
@@ -59,7 +60,9 @@ class CodeTask:
         assert self._tests is not None
         pairs = self._tests.pairs
         ran = self._sandbox.run(
-            Program(program, tuple(given for given, _ in pairs)), self._limits, lambda done: done[-1].is_good
+            Program(program, tuple(given for given, _ in pairs), keeps_errors=True),
+            self._limits,
+            lambda done: done[-1].is_good,
         )
         for (given, wanted), each in zip(pairs, ran, strict=False):
             printed = each.output.decode(errors="replace")
@@ -86,7 +89,10 @@ class CodeTask:
 
         What it says when the tests call it would show what they call it with.
         """
-        ran = self._sandbox.run(Program(_IMPORT.format(source=program), ("",)), self._limits)[0]
+        alone = Program(_IMPORT.format(source=program), ("",), keeps_errors=True)
+        ran = self._sandbox.run(alone, self._limits)[0]
+        errors = ran.errors.replace('"program.py"', '"-"').replace('"solution.py"', '"program.py"')  # its own lines
+        ran = replace(ran, errors=errors)
         return "" if ran.is_good else f" Without any test it fails as well: {how_it_failed(ran)}."
 
 

@@ -48,7 +48,7 @@ class PythonTool:
             code: the program; it has to print its results
         """
         # A program that fails raises: the call then counts as one that failed. The model is shown what stands above.
-        ran = self._sandbox.run(Program(code, ("",)), self._limits)[0]
+        ran = self._sandbox.run(Program(code, ("",), keeps_errors=True), self._limits)[0]
         printed = ran.output.decode(errors="replace")
         printed = printed if len(printed) <= _SHOWN else f"{printed[:_SHOWN]}... (cut)"
         if ran.is_good:

@@ -77,33 +77,42 @@ def calls_in(text: str) -> list[Call]:
         return [] if any(call.problem for call in calls) else calls  # an answer may be JSON
     if last.startswith("[") and last.endswith(")]"):
         return _from_python(last)
-    return [call for body in _FUNCTION.findall(last) for call in _from_marked(body)]
+    if last.startswith("<function="):  # the marks are special tokens
+        return [call for body in _FUNCTION.findall(last) for call in _from_marked(body)]
+    return []
 
 
-def check_calls(tool: str, write: Callable[[str, Mapping[str, Any]], str]) -> None:
+def check_calls(tool: str, write: Callable[[str, Mapping[str, Any] | str], str]) -> None:
     """Refuses a model whose calls would not be read.
 
     Args:
         tool: the name of one.
-        write: (name, arguments) -> a turn with this call as the model's template writes it. A template that leaves
-            calls out of turns does not say how they are written: it is taken.
+        write: (name, arguments) -> a turn with this call as the model's template writes it; some templates expect the
+            arguments as JSON in a text. One that leaves calls out of turns does not say how they are written: it is
+            taken.
 
     Raises:
         ConfigError: the call is not read, or as another one.
     """
-    call = Call(tool, {"text": "a b"})
-    written = write(call.name, call.arguments).strip()
-    if call.name in written and calls_in(written) != [call]:
-        raise ConfigError(
-            f"environment: the model's chat template writes calls as {shortened(written)}, which rlx does not read: "
-            "use a model whose calls it reads (docs/environments.md), or an environment with step(action)"
-        )
+    call, problems = Call(tool, {"text": "a b"}), list[ConfigError]()
+    for arguments in (call.arguments, json.dumps(call.arguments)):
+        try:
+            written = write(call.name, arguments).strip()
+        except ConfigError as error:
+            problems.append(error)
+            continue
+        if call.name not in written or calls_in(written) == [call]:
+            return
+        shown = f"environment: the model's chat template writes calls as {shortened(written)}, which rlx does not read"
+        instead = "use a model whose calls it reads (docs/environments.md), or an environment with step(action)"
+        problems.append(ConfigError(f"{shown}: {instead}"))
+    raise problems[0]
 
 
 def _from_marked(body: str) -> list[Call]:
     if body.startswith("<function="):
         return [_from_elements(body.removeprefix("<function=").removesuffix("</function>"), "<parameter=", _PARAMETER)]
-    if "<arg_key>" in body or _NAME.fullmatch(body):
+    if not body.startswith(("{", "[")) and ("<arg_key>" in body or _NAME.fullmatch(body)):
         return [_from_elements(body, "<arg_key>", _ARGUMENT)]
     return _from_json(body)
 

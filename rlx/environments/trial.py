@@ -52,9 +52,13 @@ def try_environment(environment: EnvironmentConfig, prompts: Sequence[Prompt]) -
         _try_here(environment, prompts)
     except ConfigError as error:
         needed = {name for name, amount in environment.resources_per_actor.items() if amount} - _OF_ANY_MACHINE
-        if not (needed or environment.label_selector):
+        if isinstance(error, _MistakenClassError) or not (needed or environment.label_selector):
             raise
         _LOG.warning("on this machine, which need not be like those of the environments: %s", error)
+
+
+class _MistakenClassError(ConfigError):
+    """The class cannot be an environment on any machine."""
 
 
 def _try_here(environment: EnvironmentConfig, prompts: Sequence[Prompt]) -> None:
@@ -62,9 +66,10 @@ def _try_here(environment: EnvironmentConfig, prompts: Sequence[Prompt]) -> None
     child = ChildProcess(partial(_trial, settings))
     try:
         for prompt in prompts[:1]:
-            failure, is_same = child.call(prompt.task, _EPISODES * _CALLS * settings.timeout_s + _MARGIN_S)
+            longest_s = _EPISODES * _CALLS * settings.timeout_s + _MARGIN_S
+            failure, is_same, is_mistaken = child.call(prompt.task, longest_s)
             if failure:
-                raise ConfigError(failure)
+                raise (_MistakenClassError if is_mistaken else ConfigError)(failure)
             if not is_same:
                 _LOG.warning(
                     "warning: environment.name %s says something else when an episode is repeated with the same seed: "
@@ -77,19 +82,20 @@ def _try_here(environment: EnvironmentConfig, prompts: Sequence[Prompt]) -> None
         child.close()
 
 
-def _trial(settings: HostSettings) -> Callable[[TaskRow], tuple[str, bool]]:
-    """Runs in the child process: makes what tries the environment on a row, and says why it fails and if it repeats."""
+def _trial(settings: HostSettings) -> Callable[[TaskRow], tuple[str, bool, bool]]:
+    """Runs in the child process: makes what tries the environment on a row, and says why it fails, if it repeats, and
+    if it would fail everywhere."""
 
-    def tried(row: TaskRow) -> tuple[str, bool]:
+    def tried(row: TaskRow) -> tuple[str, bool, bool]:
         try:
             _check_tools(settings.name)
         except ConfigError as error:
-            return str(error), True
+            return str(error), True, True
         one, other = (asyncio.run(_played(settings, row)) for _ in range(_EPISODES))
         failures = [str(reply.error) for reply in one if reply.failure]
         if one[0].observation and not one[0].observation.messages:
             failures = ["reset has returned no messages, so that the policy would have nothing to read"]
-        return (f"environment.name {settings.name}: {failures[0]}" if failures else ""), one == other
+        return (f"environment.name {settings.name}: {failures[0]}" if failures else ""), one == other, False
 
     return tried
 

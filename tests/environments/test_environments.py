@@ -362,6 +362,9 @@ def test_a_program_is_corrected_until_its_tests_pass() -> None:
     assert task.step("```python\ndef double(x):\n    return 2 * x\n```")[1:] == (0.75, True)
     said = task.step("def double(x) return 2 * x")[0]
     assert "2 of 2 tests fail. Without any test it fails as well: exit status 1, SyntaxError: " in said
+    said = task.step("x = 1\0")[0]
+    assert "ValueError" in said or "SyntaxError" in said
+    assert "(line" not in said  # which would be of what runs it
     said = task.step("def double(x):\n    raise ValueError(x)")[0]  # which would be the tests' arguments
     assert said == "2 of 2 tests fail.\nCorrect the program and send it again."
 

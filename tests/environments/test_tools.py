@@ -1,12 +1,14 @@
 """The calls that are read in a turn of the policy, and what a tool gets of them."""
 
 import asyncio
+import json
 import time
 from typing import Any, Literal
 
 import pytest
 
-from rlx.environments.tools import ToolDialogue, calls_in
+from rlx.config.errors import ConfigError
+from rlx.environments.tools import Call, ToolDialogue, calls_in, check_calls
 
 FUNCTION = """<tool_call>
 <function=f>
@@ -73,6 +75,28 @@ def test_calls_are_found_in_each_way_of_writing_them(text: str, expected: list[A
 )
 def test_a_marked_call_that_is_malformed_has_a_problem(body: str) -> None:
     assert [bool(call.problem) for call in calls_in(f"<tool_call>{body}</tool_call>")] == [True]
+
+
+def test_an_answer_that_mentions_a_call_is_an_answer() -> None:
+    assert calls_in("The template is `<function=NAME>`. Answer: 7") == []
+
+
+def test_marks_of_another_way_may_stand_in_an_argument() -> None:
+    body = '{"name": "f", "arguments": {"x": "use <arg_key> here"}}'
+    assert calls_in(f"<tool_call>{body}</tool_call>") == [Call("f", {"x": "use <arg_key> here"})]
+
+
+@pytest.mark.parametrize("takes_text", [False, True])
+def test_a_template_may_want_the_arguments_as_json_in_a_text(takes_text: bool) -> None:
+    def write(name: str, arguments: Any) -> str:
+        if takes_text is not isinstance(arguments, str):
+            raise ConfigError("the template does not take a call")
+        shown = arguments if takes_text else json.dumps(arguments)
+        return f'<tool_call>{{"name": "{name}", "arguments": {shown}}}</tool_call>'
+
+    check_calls("f", write)
+    with pytest.raises(ConfigError, match="writes calls as 'call:f', which rlx does not read"):
+        check_calls("f", lambda name, arguments: f"call:{name}")
 
 
 def test_a_call_in_a_thought_is_not_made() -> None:

@@ -72,6 +72,11 @@ def test_a_failure_where_environments_run_elsewhere_is_only_shown(
     assert "test_trial:Bad: raised LookupError: no such row at " in told
 
 
+def test_a_mistaken_class_is_refused_wherever_environments_run() -> None:
+    with pytest.raises(ConfigError, match="has no class Sad"):
+        try_environment(EnvironmentConfig(name="test_trial:Sad", label_selector={"disk": "fast"}), PROMPTS)
+
+
 def test_a_class_that_is_no_environment_is_told_once() -> None:
     with pytest.raises(
         ConfigError, match=r"^environment.name test_trial:Sad: test_trial has no class Sad; nearest: Bad$"

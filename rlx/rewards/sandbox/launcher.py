@@ -44,6 +44,7 @@ class Task(NamedTuple):
     kind: str  # which walls: "namespaces", "landlock" or "limits"
     source: str  # the program
     inputs: list[str]  # the standard input of each test
+    keeps_errors: bool  # else nobody reads standard error
     folder: str  # the program's own, unless namespaces give it one
     library: str  # the folder that holds a copy of rlx.rewards.sandbox.inside
     role: str  # "" for a program that reads and prints; else the module of `inside` to run
@@ -150,6 +151,9 @@ def _run(job: Task, text: str) -> dict[str, Any]:
         os.makedirs(job.folder, exist_ok=True)
     output, end = os.pipe()
     errors, errors_end = os.pipe()
+    if not job.keeps_errors:  # a pipe would slow a program that writes much to it
+        os.close(errors_end)
+        errors_end = os.open(os.devnull, os.O_WRONLY)
     failure, failed = os.pipe()
     files = [_file(text), end, errors_end, _file(job.source), *([job.socket] if job.role else [])]
     child = os.fork()

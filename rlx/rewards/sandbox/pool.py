@@ -77,6 +77,7 @@ class Program(NamedTuple):
 
     source: str
     inputs: tuple[str, ...]
+    keeps_errors: bool = False  # whether somebody wants to know what it says on standard error
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Ran:
     code: int  # exit status; minus a signal
     output: bytes
     seconds: float  # of computing, and of idling up to a limit
-    errors: str = ""  # the last 1,000 characters of standard error; the program's folder is "." there
+    errors: str = ""  # the last 1,000 characters of standard error, if kept; the program's folder is "." there
 
     @property
     def is_good(self) -> bool:
@@ -98,7 +99,8 @@ class Ran:
     def error(self) -> str:
         """The last line of what a program that failed has said of it, and the program's line if Python tells it.
 
-        It is the same when the program runs again: addresses are replaced, and files of Python are left out.
+        Addresses are replaced and files of Python left out, so that most errors are the same when it runs again; a name
+        of a temporary file is not.
         """
         said = [line for line in self.errors.splitlines() if line.strip()]
         places = _PLACE.findall(self.errors)
@@ -192,6 +194,7 @@ class Sandbox:
                 "kind": self.kind,
                 "source": _clean(program.source),
                 "inputs": [_clean(text) for text in program.inputs],
+                "keeps_errors": program.keeps_errors,
                 "folder": str(work),
                 "library": _library(),
                 "role": role,

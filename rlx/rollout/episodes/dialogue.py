@@ -70,14 +70,17 @@ class Dialogue:
         """The text of a turn of the policy, without special tokens."""
         return str(self.tokenizer.decode(list(generated), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def call_text(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def call_text(self, name: str, arguments: Mapping[str, Any] | str) -> str:
         """A turn of the policy that calls a tool, as the template writes it and `decode` gives it.
+
+        Args:
+            arguments: by their names, or as JSON in a text.
 
         Raises:
             ConfigError: the template does not take a message with `tool_calls`.
         """
         opening: list[Utterance] = [{"role": "user", "content": "a"}]
-        function = {"name": name, "arguments": dict(arguments)}
+        function = {"name": name, "arguments": arguments if isinstance(arguments, str) else dict(arguments)}
         call = {"id": "000000000", "type": "function", "function": function}  # nine characters: Mistral's want that
         try:
             calling = self._text([*opening, {"role": "assistant", "content": "", "tool_calls": [call]}], ask=False)

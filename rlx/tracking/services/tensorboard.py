@@ -129,7 +129,7 @@ class TensorBoardRun:
     def begin_again(self, params: Mapping[str, str], tags: Mapping[str, str], at: int) -> None:
         """Writes the parameters and tags into new files: those of before were removed, also one that is open here."""
         with self._lock:
-            self._events, self.last_step = None, -1
+            self._events, self.last_step = None, _last_step(self._folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self.start(params, at)
         self.set_tags(tags)
