@@ -1,8 +1,9 @@
 """Regular expressions of users on texts of policies, with time limits: some take exponential time on some texts.
 
 The package regex can end a search; Python's re cannot, and holds the interpreter's lock meanwhile. A text whose search
-takes too long does not match. Limits are of the processor time of the searching thread: a text must not match or not by
-what else the process computes. Left out: which part of a completion is searched.
+takes too long does not match. Limits are of the processor time of the searching thread, so that a text does not match
+or not by what else the process computes, unless that takes eight times as much. Left out: which part of a completion is
+searched.
 """
 
 from __future__ import annotations
