@@ -53,22 +53,23 @@ def _limited(pattern: str, search: Callable[[str, float], T], texts: Sequence[st
     """What the search gives for each text; `otherwise` for those where it takes too long."""
     left, late = _BATCH_SECONDS, 0
     for text in texts:
-        started = time.thread_time()
+        seconds = max(_LEAST_SECONDS, min(_SECONDS, left))
         try:
-            found = _searched(search, text, max(_LEAST_SECONDS, min(_SECONDS, left)))
+            found, used = _searched(search, text, seconds)
         except TimeoutError:
-            late, found = late + 1, otherwise
-        left -= time.thread_time() - started
+            late, found, used = late + 1, otherwise, seconds
+        left -= used
         yield found
     if late:
         _LOG.warning("pattern %s took too long on %d of %d completions: they do not match", pattern, late, len(texts))
 
 
-def _searched(search: Callable[[str, float], T], text: str, seconds: float) -> T:
-    """What a search finds within so many seconds of this thread's processor time.
+def _searched(search: Callable[[str, float], T], text: str, seconds: float) -> tuple[T, float]:
+    """What a search finds within so many seconds of this thread's processor time, and how many it took.
 
     The package regex counts the time of all threads. Where others have used it, the text is searched again, with as
-    much more as they took, but at most `_MOST` times the seconds.
+    much more as they took, but at most `_MOST` times the seconds. Attempts that others have cut short do not count as
+    taken: the texts after this one would have less time, and would match or not by what else the process computes.
 
     Raises:
         TimeoutError: it takes longer.
@@ -84,6 +85,7 @@ def _searched(search: Callable[[str, float], T], text: str, seconds: float) -> T
                 raise
             allowed = seconds * min(_MOST, allowed / max(used, seconds / _MOST))
             continue
-        if time.thread_time() - started > seconds:  # the others have stopped on the way
+        used = time.thread_time() - started
+        if used > seconds:  # the others have stopped on the way
             raise TimeoutError
-        return found
+        return found, used

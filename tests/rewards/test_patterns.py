@@ -1,7 +1,9 @@
 """Patterns of users: they find what Python's own find, and those that take for ever find nothing."""
 
+import math
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -41,7 +43,8 @@ def test_a_search_has_its_time_whatever_other_threads_compute() -> None:
             raise TimeoutError
         return text
 
-    assert patterns._searched(search, "42", 0.06) == "42"
+    found, used = patterns._searched(search, "42", 0.06)
+    assert found == "42" and 0.02 <= used <= 0.06
     assert allowed[0] == 0.06 and 0.12 < allowed[1] < 0.2
 
 
@@ -67,6 +70,28 @@ def test_a_search_does_not_go_on_for_ever_beside_others_that_take_all_the_time()
     with pytest.raises(TimeoutError):
         patterns._searched(search, "42", 0.5)
     assert allowed == [0.5, 4.0]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.2])
+def test_texts_have_the_same_time_whatever_share_of_the_processor_their_thread_has(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow text takes from those behind it what it was allowed once, however often it was searched."""
+    clock, first = 0.0, dict[str, float]()
+
+    def search(text: str, seconds: float) -> str:
+        nonlocal clock
+        first.setdefault(text, seconds)
+        needed = 0.4 if text.startswith("sound") else math.inf
+        clock += min(needed, share * seconds)
+        if needed > share * seconds:
+            raise TimeoutError
+        return text
+
+    monkeypatch.setattr(patterns, "time", SimpleNamespace(thread_time=lambda: clock))
+    texts = [*(f"slow {i}" for i in range(8)), "sound 1", "sound 2", "slow 8", "slow 9"]
+    assert list(patterns._limited("", search, texts, None)) == [None] * 8 + ["sound 1", "sound 2"] + [None] * 2
+    assert [*first.values()] == pytest.approx([0.5] * 10 + [0.2, 0.05])
 
 
 @pytest.mark.slow
