@@ -71,13 +71,15 @@ def calls_in(text: str) -> list[Call]:
     """The calls in a turn of the policy, in their order; a malformed one has a problem. None: it calls no tool."""
     last = text.rpartition("</think>")[2].strip()
     if "<tool_call>" in last:
-        return [call for body in _MARKED.findall(last) for call in _from_marked(body.strip())]
+        bodies = [body.strip() for body in _MARKED.findall(last)]
+        is_mention = not (last.startswith("<tool_call>") or last.endswith("</tool_call>") or any(map(_begins, bodies)))
+        return [] if is_mention else [call for body in bodies for call in _from_marked(body)]
     if last.startswith(("{", "[{")):
         calls = _from_json(last)
         return [] if any(call.problem for call in calls) else calls  # an answer may be JSON
     if last.startswith("[") and last.endswith(")]"):
         return _from_python(last)
-    if last.startswith("<function="):  # the marks are special tokens
+    if last.startswith("<function=") or last.endswith("</function>"):  # the marks are special tokens
         return [call for body in _FUNCTION.findall(last) for call in _from_marked(body)]
     return []
 
@@ -107,6 +109,11 @@ def check_calls(tool: str, write: Callable[[str, Mapping[str, Any] | str], str])
         instead = "use a model whose calls it reads (docs/environments.md), or an environment with step(action)"
         problems.append(ConfigError(f"{shown}: {instead}"))
     raise problems[0]
+
+
+def _begins(body: str) -> bool:
+    """Whether what follows a mark begins as calls do, so that it is one, though perhaps malformed."""
+    return body.startswith(("{", "[", "<function=")) or "<arg_key>" in body
 
 
 def _from_marked(body: str) -> list[Call]:

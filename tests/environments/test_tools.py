@@ -48,6 +48,9 @@ ELEMENTS = """<tool_call>f
         (f"I look.\n{FUNCTION % 1}\n{FUNCTION % 2}", [("f", {"a": "1", "b": "2"}), ("f", {"a": "2", "b": "2"})]),
         ((FUNCTION % 1)[len("<tool_call>\n") : -len("\n</tool_call>")], [("f", {"a": "1", "b": "2"})]),
         ("<tool_call>\n<function=f>\n</function>\n</tool_call>", [("f", {})]),
+        ("I look.\n<function=f>\n</function>\n<function=g>\n</function>", None),  # its marks are special tokens
+        ('so <tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>g</tool_call>', None),
+        ('<tool_call>{"name": "f", "arguments": {}}</tool_call> Let me see.', [("f", {})]),
         (ELEMENTS % "x\ny", [("f", {"a": "x\ny", "b": "2"})]),
         (ELEMENTS.replace("\n", "") % "", [("f", {"a": "", "b": "2"})]),
         ("<tool_call>f\n</tool_call>", [("f", {})]),
@@ -77,8 +80,17 @@ def test_a_marked_call_that_is_malformed_has_a_problem(body: str) -> None:
     assert [bool(call.problem) for call in calls_in(f"<tool_call>{body}</tool_call>")] == [True]
 
 
-def test_an_answer_that_mentions_a_call_is_an_answer() -> None:
-    assert calls_in("The template is `<function=NAME>`. Answer: 7") == []
+@pytest.mark.parametrize("turn", ["I look: <tool_call>a(1)</tool_call>\n", "<tool_call>a(1)", "I: <tool_call>{"])
+def test_what_follows_a_mark_is_a_malformed_call_if_it_is_all_there_is_or_begins_as_calls_do(turn: str) -> None:
+    assert [bool(call.problem) for call in calls_in(turn)] == [True]
+
+
+@pytest.mark.parametrize(
+    "mention",
+    ["<function=NAME>", "<function=NAME>...</function>", "<tool_call>", "<tool_call></tool_call>", "<tool_call>f"],
+)
+def test_an_answer_that_mentions_a_call_is_an_answer(mention: str) -> None:
+    assert calls_in(f"The template is `{mention}`. Answer: 7") == []
 
 
 def test_marks_of_another_way_may_stand_in_an_argument() -> None:
