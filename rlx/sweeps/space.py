@@ -310,21 +310,25 @@ def nearest_in(domain: Integer | Float, value: float) -> float:
     low, high = extremes(domain)
     step = quantum(domain)
     value = round(value / step) * step if step else value
-    return float(min(max(rounded(value), low), high)) if isinstance(domain, Float) else int(min(max(value, low), high))
+    if isinstance(domain, Integer):
+        return int(min(max(value, low), high))
+    value = float(f"{value:.15g}") if step else rounded(value, high - low)  # 0.3, not 0.30000000000000004
+    return float(min(max(value, low), high))
 
 
 def complete_settings(space: Space, suggested: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a trial: the constants of the space, and the suggested values.
 
-    A number from a range is rounded to four significant digits, so that it reads the same everywhere.
+    A number from a range is rounded, so that it reads the same everywhere.
     """
     constants = {key: value for key, value in space.items() if not isinstance(value, Domain | dict)}
     return constants | {key: _plain(value, space.get(key)) for key, value in suggested.items()}
 
 
-def rounded(value: float) -> float:
-    """A number with four significant digits."""
-    return float(f"{value:.4g}")
+def rounded(value: float, width: float) -> float:
+    """A number with four significant digits, or with as many more as give a range of this width a hundred values."""
+    places = 2 - math.floor(math.log10(width) + 1e-9)  # 1.2 - 1.1 is a little less than 0.1
+    return min(float(f"{value:.4g}"), round(value, places), key=lambda each: abs(each - value))
 
 
 def _plain(value: Any, domain: Any) -> Any:

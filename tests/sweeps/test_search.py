@@ -225,6 +225,31 @@ def test_a_trials_settings_are_what_was_drawn_to_four_digits_and_the_constants()
 
 @pytest.mark.parametrize(
     ("domain", "drawn", "given"),
+    [
+        (tune.uniform(0.99991, 0.99999), [0.99993456, 0.9999, 1.0], [0.9999346, 0.99991, 0.99999]),
+        (tune.loguniform(0.9995, 0.9999), [0.99971234], [0.999712]),
+        (tune.uniform(-0.00001, 0.99999), [0.00012345, 0.87654321], [0.0001234, 0.8765]),
+        (tune.uniform(1.1, 1.2), [1.12345], [1.123]),
+        (tune.quniform(0.99991, 0.99999, 0.00001), [0.999934], [0.99993]),
+        (tune.quniform(0.0, 1.0, 0.1), [0.31, 0.69], [0.3, 0.7]),
+        (tune.quniform(0, 30_000, 0.5), [12_345.6], [12_345.5]),
+    ],
+)
+def test_a_number_is_rounded_to_four_digits_or_as_a_narrow_range_or_its_quantum_needs(
+    domain: Any, drawn: list[float], given: list[float]
+) -> None:
+    assert [complete_settings({"x": domain}, {"x": value})["x"] for value in drawn] == given
+
+
+@pytest.mark.parametrize("name", ["random", "optuna", "bayesopt", "hyperopt"])
+def test_the_values_of_a_narrow_range_are_spread_over_it(name: SearchName) -> None:
+    space = {"algorithm.gamma": tune.uniform(0.99991, 0.99999)}
+    given = {complete_settings(space, each)["algorithm.gamma"] for each in suggestions(searcher(name, space, 20, 0), 9)}
+    assert len(given) == 9
+
+
+@pytest.mark.parametrize(
+    ("domain", "drawn", "given"),
     [(tune.qrandint(1, 7, 3), [0, 1, 4, 7], [3, 3, 3, 6]), (tune.qlograndint(1, 9, 4), [0], [4])],
 )
 def test_a_number_that_a_search_draws_outside_its_range_is_put_back(
