@@ -218,8 +218,9 @@ def _check_space_file(path: str) -> None:
     if file.is_dir():
         raise ConfigError(f"--space {path}: a folder; expected a Python file with a function space()")
     if not file.is_file():
-        beside = [each.name for each in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        raise ConfigError(f"--space {path}: no such file{nearest(file.name, beside)}")
+        beside = [each.stem for each in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        hint = nearest(file.stem, beside)  # all names have the same ending
+        raise ConfigError(f"--space {path}: no such file{hint and f'{hint}.py'}")
     try:
         source = file.read_text()
         tree = ast.parse(source)
