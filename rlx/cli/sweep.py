@@ -341,7 +341,7 @@ def checked_plan(plan: SweepPlan) -> SweepPlan:
     choices.check_quickly(plan)
     from rlx.sweeps.space import load_space  # imports ray.tune, as the space itself may
 
-    load_space(plan.space, plan.tree)
+    load_space(plan.space, plan.tree, plan)
     from rlx.sweeps import plans  # slower to import
 
     return plans.check_sweep(plan)

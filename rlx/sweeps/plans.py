@@ -81,7 +81,7 @@ def check_sweep(plan: SweepPlan) -> SweepPlan:
         ConfigError: its space or prompts in it cannot be used, or its search, scheduler and seeds do not fit together.
     """
     refuse_choices(plan)  # whoever has begun the sweep was warned of the others
-    space = load_space(plan.space, plan.tree)
+    space = load_space(plan.space, plan.tree, plan)
     check_resources(space, plan.space, plan.tree, plan.resources)
     plan = _with_metric(plan)
     if plan.seeds > 1 and "seed" in space:

@@ -13,6 +13,7 @@ import tempfile
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from rlx.cluster.resources import ResourcePlan, plan_resources
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.run import RunConfig
-from rlx.config.sweep import Mode
+from rlx.config.sweep import Mode, SearchName
 from rlx.runs import preflight, run_folder
 from rlx.storage.filesystem import StorageError
-from rlx.sweeps.choices import check_key, other_resources
+from rlx.sweeps.choices import check_key, other_resources, refuse_many
+from rlx.sweeps.records import SweepPlan
 
 Space = dict[str, Any]
 """values or domains (tune.choice, tune.loguniform, ...) of settings, by dotted key"""
@@ -43,18 +45,26 @@ _OF_PROMPTS = (
 """settings of the section `data` that say which prompts there are, or how they are read"""
 _MISSING = object()
 _ALONE = "a resume has a copy of this file alone: write in it what it reads or imports, and paths in full"
+_LARGEST = 2**63  # searches draw whole numbers of 64 bits
 _PLAIN = (str, int, float, np.generic, type(None), Mapping, list, tuple)
 
 
-def load_space(path: str, tree: Mapping[str, Any]) -> Space:
+def load_space(path: str, tree: Mapping[str, Any], new: SweepPlan | None = None) -> Space:
     """The search space of a Python file, each setting checked against the config tree.
 
+    Args:
+        new: the plan of a sweep that has not begun; its lists may make more trials than a sweep has, whose values it
+            would take minutes to check.
+
     Raises:
-        ConfigError: no such file or function, an unknown setting, or a value that the setting does not accept.
+        ConfigError: no such file or function, an unknown setting, a value that the setting does not accept, or too many
+            trials.
     """
     space = _call_space(path)
     for key in space:
         check_key(key, path)
+    if new:
+        refuse_many(replace(new, candidates=_combinations(space, new.search)))
     constants = {key: value for key, value in space.items() if _is_constant(value)}
     for key, domain in space.items():
         _check(key, domain, path, with_overrides(dict(tree), constants))
@@ -70,6 +80,12 @@ def with_task(tree: Mapping[str, Any], path: str) -> dict[str, Any]:
     if "functions" in reward or not any(key.startswith("reward.functions.") for key in load_space(path, tree)):
         return dict(tree)
     return {**tree, "reward": {**reward, "functions": {"task": 1.0}}}
+
+
+def _combinations(space: Space, search: SearchName) -> int:
+    """How many settings the lists of a space make, each of which is tried."""
+    lists = (each for each in space.values() if _is_grid(each) or (search == "grid" and isinstance(each, Categorical)))
+    return math.prod(len(extremes(each)) for each in lists)
 
 
 def _call_space(path: str) -> Space:
@@ -92,6 +108,9 @@ def _call_space(path: str) -> Space:
     if not (isinstance(space, Mapping) and space):
         expected = 'settings to vary, as {"train.actor_lr": tune.loguniform(1e-6, 1e-4)}'
         raise ConfigError(f"--space {path}: space() returned {type(space).__name__} {space!r:.80}, expected {expected}")
+    for key, domain in space.items():
+        if _is_grid(domain) and not isinstance(values := domain["grid_search"], list | tuple | range | np.ndarray):
+            raise ConfigError(f"--space {path}: {key}: grid_search takes a list of values, not {values!r:.40}")
     if beside := [key for key, domain in space.items() if Path(folder).name in repr(extremes(domain))]:
         raise ConfigError(f"--space {path}: {beside[0]} has paths in the folder of this file; {_ALONE}")
     return dict(space)
@@ -160,7 +179,12 @@ def varied_keys(space: Space) -> list[str]:
 
 def _is_constant(domain: Any) -> bool:
     """Whether an entry of a space is the one value that all trials have."""
-    return isinstance(domain, _PLAIN) and not (isinstance(domain, Mapping) and "grid_search" in domain)
+    return isinstance(domain, _PLAIN) and not _is_grid(domain)
+
+
+def _is_grid(domain: Any) -> bool:
+    """Whether an entry of a space is a list of values that are all tried."""
+    return isinstance(domain, dict) and "grid_search" in domain
 
 
 def _check(key: str, domain: Any, path: str, tree: Mapping[str, Any]) -> None:
@@ -181,6 +205,8 @@ def _check(key: str, domain: Any, path: str, tree: Mapping[str, Any]) -> None:
 def _check_range(key: str, domain: Integer | Float, path: str) -> None:
     """Raises ConfigError for a range without ends, or with nothing between them: every trial would get the same end."""
     lower, upper = domain.lower, domain.upper
+    if isinstance(domain, Integer) and max(abs(lower), abs(upper)) > _LARGEST:
+        raise ConfigError(f"--space {path}: {key}: a range of whole numbers lies between -2**63 and 2**63")
     if math.isinf(lower):
         raise ConfigError(f"--space {path}: {key}: a normal distribution has no ends to check: use tune.uniform")
     none = f"--space {path}: {key} has no values to choose from between {lower:g} and {upper:g}"
@@ -271,7 +297,7 @@ def extremes(domain: Any) -> list[Any]:
         return [-(-domain.lower // step) * step, domain.upper // step * step]
     if isinstance(domain, Float):
         return [domain.lower, domain.upper]
-    if isinstance(domain, dict) and "grid_search" in domain:
+    if _is_grid(domain):
         return list(domain["grid_search"])
     return [domain]
 

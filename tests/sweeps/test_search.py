@@ -94,6 +94,13 @@ def test_a_shipped_space_fits_its_search(path: Path) -> None:
         ("{'train.prompts_per_step': 7}", "train.prompts_per_step (7) must be a multiple of"),
         ("{'train.ppo_epochs': tune.choice([])}", "train.ppo_epochs has no values to choose from"),
         ("{'train.ppo_epochs': tune.grid_search([])}", "train.ppo_epochs has no values to choose from"),
+        ("{'train.ppo_epochs': tune.grid_search(3)}", "train.ppo_epochs: grid_search takes a list of values, not 3"),
+        ("{'train.ppo_epochs': tune.grid_search(iter([1]))}", "grid_search takes a list of values, not <list_iterator"),
+        (
+            "{'train.ppo_epochs': tune.randint(1, 10**25)}",
+            "train.ppo_epochs: a range of whole numbers lies between -2**63 and 2**63",
+        ),
+        ("{'seed': tune.lograndint(1, 10**400)}", "seed: a range of whole numbers lies between -2**63 and 2**63"),
         (
             "{'train.actor_lr': tune.loguniform(1e-3, 1e-5)}",
             "train.actor_lr has no values to choose from between 0.001 and 1e-05; the lower end comes first: 1e-05",
