@@ -12,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import tarfile
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,9 +197,9 @@ def _digest(path: str) -> str:
 
 def _packed(folder: Path) -> bytes:
     content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w", dereference=True) as archive:
+    with zipfile.ZipFile(content, mode="w", strict_timestamps=False) as archive:  # stored, not compressed
         for file in _files(folder):
-            archive.add(file, str(file.relative_to(folder)))
+            archive.write(file, str(file.relative_to(folder)))
     return content.getvalue()
 
 
@@ -215,8 +215,8 @@ def _unpack(content: bytes, digest: str, path: str) -> None:
         raise ConfigError("it has another model there: remove that one, or copy this node's folder over it")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=Path(path).parent) as unfinished:
-        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-            archive.extractall(f"{unfinished}/model", filter="data")
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            archive.extractall(f"{unfinished}/model")
         Path(unfinished, "model", _MARK).touch()
         try:
             if Path(path, _MARK).is_file():  # an older copy

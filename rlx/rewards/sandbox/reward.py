@@ -11,13 +11,14 @@ import functools
 import json
 import logging
 import os
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Lock
 from typing import NamedTuple
+
+import regex  # type: ignore[import-untyped]  # Python 3.11.0 to 3.11.2 match possessive groups wrongly
 
 from rlx.config.errors import ConfigError
 from rlx.config.sections.reward import RewardConfig
@@ -26,9 +27,9 @@ from rlx.rewards.sandbox.pool import Limits, Program, Ran, Sandbox, SandboxError
 from rlx.types import MarkedScores, Prompt, Response
 
 _LOG = logging.getLogger("rlx")
-_FENCE = re.compile(r"\s*(`{3,}+(?!.*`)|~{3,})\s*([\w+-]*)")
+_FENCE = regex.compile(r"\s*(`{3,}+(?!.*`)|~{3,})\s*([\w+-]*)")
 _TEXT = r"(?:[^`]*+`[^`]++`(?!`))*+[^`]*+"  # which may have pieces of code
-_FENCE_AFTER_TEXT = re.compile(_TEXT + r"(`{3,}+)([\w+-]+)\s*$")  # without a language it may as well end something
+_FENCE_AFTER_TEXT = regex.compile(_TEXT + r"(`{3,}+)([\w+-]+)\s*$")  # without a language it may as well end something
 _PYTHON = ("python", "py", "python3")
 _PAIR = {"stdin", "stdout"}
 _WHITE_SPACE = 1 << 16  # bytes of it that a right output may have more than the expected one
