@@ -149,6 +149,7 @@ def test_a_model_that_people_bring_gets_the_defaults_of_the_field() -> None:
         ({}, (1e-6, 1e-5, "float32")),
         ({"scaling__use_gpu": True}, (1e-6, 1e-5, "bfloat16")),
         ({"model__lora_rank": 8}, (1e-4, 1e-4, "float32")),
+        ({"model__lora_rank": 8, "model__critic": "separate"}, (1e-4, 1e-5, "float32")),  # a critic has no adapters
         ({"model__lora_rank": 8, "train__critic_lr": 3e-5}, (1e-4, 3e-5, "float32")),
         ({"scaling__use_gpu": True, "model__dtype": "float32", "train__actor_lr": 2e-6}, (2e-6, 1e-5, "float32")),
     ],
