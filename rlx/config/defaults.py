@@ -31,7 +31,9 @@ def following_defaults(
 ) -> dict[str, Any]:
     """The defaults that other sections change, by dotted key."""
     precision = {"model.dtype": "bfloat16"} if scaling.use_gpu else {}
-    rates = {"train.actor_lr": ADAPTER_LR, "train.critic_lr": ADAPTER_LR} if model.lora_rank else {}
+    rates = {"train.actor_lr": ADAPTER_LR} if model.lora_rank else {}
+    if model.lora_rank and model.critic != "separate":  # which has no adapters
+        rates["train.critic_lr"] = ADAPTER_LR
     rewards = {"reward.functions": {"environment": 1.0}} if environment.name else {}
     engines = _engines_on_gpus(scaling, rollout) if scaling.use_gpu else {}
     return precision | rates | rewards | engines

@@ -1,7 +1,8 @@
 """The default experiment: the settings that go with rlx's tiny model, which a config of it begins with.
 
 The settings' own defaults suit models that people bring. The tiny model needs others, and they are in one file,
-arithmetic.yaml. Also here: which settings of a complete config have the defaults that follow other settings.
+arithmetic.yaml. Also here: which settings of a complete config have the defaults that follow other settings, and which
+were changed and do nothing.
 Left out: when a command says so (rlx.cli).
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 from rlx.config.defaults import ENGINES, FOLLOWING
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, read_yaml, with_overrides
+from rlx.config.rules import idle
 from rlx.config.run import settings
 from rlx.config.sections.base import flatten
 
@@ -120,6 +122,25 @@ def keys_at_default(tree: Mapping[str, Any]) -> list[str]:
     number, taken = ENGINES
     follows = taken in found or values["rollout.placement"] == "colocated"
     return [key for key in found if key != number or follows]
+
+
+def idle_settings(values: Mapping[str, Any], critic: str, correction: str) -> list[str]:
+    """A line for each setting that was changed and does nothing with the others.
+
+    Not changed is what this model and algorithm have where nothing else is given, with the default experiment or
+    without.
+
+    Args:
+        values: all settings by dotted key.
+    """
+    chosen = {"model": ("path", "critic", "lora_rank"), "algorithm": ("advantage", "policy_loss")}
+    tree = {name: {key: values[f"{name}.{key}"] for key in keys} for name, keys in chosen.items()}
+    usual = [flatten(from_tree(each)) for each in (tree, with_experiment(tree))]
+    return [
+        f"{key} {'unset' if values[key] is None else values[key]} does nothing with {reason}"
+        for key, reason in idle(values, critic, correction).items()
+        if all(values[key] != each[key] for each in usual)
+    ]
 
 
 def without(tree: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ known to learn badly, `idle` what does nothing. Left out: the values that one se
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rlx.config import vllm_options
 from rlx.config.sections.algorithm import GROUPED, AlgorithmConfig
@@ -24,6 +25,11 @@ TURNS = ("gae", "reinforce++")
 """advantage estimators that take rewards where turns end"""
 _LEAST_SHARE = 0.1
 """of a response's score that should reach its first token"""
+_OF_CRITICS = (
+    *("algorithm.gae_lambda", "algorithm.value_clip", "algorithm.value_coef"),
+    *("train.critic_lr", "model.value_head_init"),
+)
+"""settings of critics that are not refused without one"""
 
 
 def refuse_if(condition: object, message: str) -> None:
@@ -321,24 +327,28 @@ def warnings(algorithm: AlgorithmConfig, model: ModelConfig, train: TrainConfig,
     ]
 
 
-def idle(algorithm: AlgorithmConfig, train: TrainConfig) -> list[str]:
-    """Returns a line for each setting that was changed and does nothing with the others; a sweep may vary those."""
-    usual = AlgorithmConfig(advantage=algorithm.advantage, policy_loss=algorithm.policy_loss)
+def idle(values: Mapping[str, Any], critic: str, correction: str) -> dict[str, str]:
+    """The settings that do nothing with the others, and which others these are; a sweep may vary them.
+
+    Args:
+        values: all settings by dotted key, schedules as mappings.
+    """
+    name, fixed_bonus = values["algorithm.advantage"], not isinstance(values["algorithm.entropy_coef"], Mapping)
+    by_engines = values["algorithm.old_logprobs"] == "rollout" and fixed_bonus  # a schedule asks for exact_entropy
+    one_update = values["train.ppo_epochs"] * values["train.num_minibatches"] == 1
     reasons: dict[str, tuple[bool, Sequence[str]]] = {
-        f"algorithm.advantage {algorithm.advantage}": (algorithm.advantage != "gae", ["gae_lambda"]),
-        "algorithm.policy_loss sapo": (algorithm.policy_loss == "sapo", ["clip_low", "clip_high"]),
-        "algorithm.kl_coef 0": (algorithm.kl_coef == 0, ["kl_placement"]),
-        "train.ppo_epochs 1 and train.num_minibatches 1": (
-            train.ppo_epochs * train.num_minibatches == 1,
-            ["target_kl"],
+        f"algorithm.advantage {name}": (critic == "none", _OF_CRITICS),
+        "a critic with its own weights": (critic == "separate", ["algorithm.value_coef"]),
+        "algorithm.policy_loss sapo": (
+            values["algorithm.policy_loss"] == "sapo",
+            ["algorithm.clip_low", "algorithm.clip_high"],
         ),
+        "algorithm.kl_coef 0": (values["algorithm.kl_coef"] == 0, ["algorithm.kl_placement"]),
+        "algorithm.old_logprobs rollout": (by_engines, ["algorithm.exact_entropy"]),
+        "algorithm.rollout_correction tis": (correction == "tis", ["algorithm.rollout_correction_low"]),
+        "train.ppo_epochs 1 and train.num_minibatches 1": (one_update, ["algorithm.target_kl"]),
     }
-    return [
-        f"algorithm.{key} {getattr(algorithm, key)} does nothing with {reason}"
-        for reason, (holds, keys) in reasons.items()
-        for key in keys
-        if holds and getattr(algorithm, key) != getattr(usual, key)
-    ]
+    return {key: reason for reason, (holds, keys) in reasons.items() if holds for key in keys}
 
 
 def check_signal(parts: Sequence[RewardConfig], model: ModelConfig) -> None:

@@ -21,7 +21,7 @@ from rlx.cluster.machine import address_of, check_place
 from rlx.cluster.resources import ResourcePlan, plan_resources
 from rlx.config import defaults, rules
 from rlx.config.errors import ConfigError, one_line
-from rlx.config.experiment import OWN_MODELS, TINY
+from rlx.config.experiment import OWN_MODELS, TINY, idle_settings
 from rlx.config.loading import from_tree, with_overrides
 from rlx.config.reach import why_silent
 from rlx.config.run import RunConfig
@@ -139,7 +139,7 @@ def prepare(
         prompts.check_template(config.data.chat_template_args, chats, path, config.model.trust_remote_code)
     # Dumped as a whole: from here on every setting counts as given, so that a resume takes no other defaults.
     config = from_tree(with_overrides(config.model_dump(), lengths(config.data, config.rollout, path)))
-    lines = rules.idle(config.algorithm, config.train)
+    lines = idle_settings(flatten(config), config.resolved_critic, config.resolved_rollout_correction)
     if not config.checkpoint.init_from:  # its critic has learnt
         lines += rules.warnings(config.algorithm, config.model, config.train, config.rollout)
     for line in lines:

@@ -145,21 +145,22 @@ def load_state(files: Sequence[Storage], models: Mapping[str, ModelAndOptimizer]
             _read_into(tensor, reader, key)
 
 
-def load_weights(files: Sequence[Storage], models: Mapping[str, ModelAndOptimizer]) -> None:
-    """Reads only weights, in place. Optimizers stay fresh, as do a critic and a value head that the checkpoint lacks.
+def load_weights(files: Sequence[Storage], models: Mapping[str, ModelAndOptimizer]) -> set[str]:
+    """Reads only weights, in place; returns the checkpoint's keys. Optimizers stay fresh, as do a critic and a value
+    head that the checkpoint lacks.
 
     Raises:
         CheckpointError: the checkpoint has no policy, lacks a tensor, or has it in another shape.
     """
     with CheckpointReader(files) as reader:
-        known = set(reader.names)
-        if not checkpoint_keys.has_weights(known, "policy"):
+        if not checkpoint_keys.has_weights(known := set(reader.names), "policy"):
             raise CheckpointError("the checkpoint has no weights of a policy")
         for name in (name for name in models if checkpoint_keys.has_weights(known, name)):
             for weight, tensor in _trained_weights(models[name]).items():
                 key = checkpoint_keys.model_weight(name, weight)
                 if key in known or not checkpoint_keys.is_of_value_head(weight):
                     _read_into(tensor, reader, key)
+        return known
 
 
 def read_reference(files: Sequence[Storage], policy: ModelAndOptimizer, reference: nn.Module) -> None:

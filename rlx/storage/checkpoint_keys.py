@@ -42,6 +42,12 @@ def has_weights(keys: Iterable[str], model: str) -> bool:
     return any(key.startswith(model_weight(model, "")) for key in keys)
 
 
+def has_values(keys: Iterable[str], model: str) -> bool:
+    """Whether a checkpoint with these keys has the layer of a model that makes values."""
+    prefix = model_weight(model, "")
+    return any(key.startswith(prefix) and is_of_value_head(key.removeprefix(prefix)) for key in keys)
+
+
 def has_optimizer_state(keys: Iterable[str], model: str) -> bool:
     """Whether a checkpoint with these keys has the state of a model's optimizer, which has then taken a step."""
     return any(key.startswith(f"{model}.optimizer.") for key in keys)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import importlib.util
+import logging
 import math
 import shutil
 import tempfile
@@ -25,13 +26,16 @@ from ray.tune.search.sample import Categorical, Domain, Float, Function, Integer
 from rlx.cluster.resources import ResourcePlan, plan_resources
 from rlx.config.errors import ConfigError
 from rlx.config.loading import from_tree, with_overrides
+from rlx.config.rules import idle
 from rlx.config.run import RunConfig
+from rlx.config.sections.base import flatten
 from rlx.config.sweep import Mode, SearchName
 from rlx.runs import preflight, run_folder
 from rlx.storage.filesystem import StorageError
 from rlx.sweeps.choices import check_key, other_resources, refuse_many
 from rlx.sweeps.records import SweepPlan
 
+_LOG = logging.getLogger("rlx")
 Space = dict[str, Any]
 """values or domains (tune.choice, tune.loguniform, ...) of settings, by dotted key"""
 MODE: Mode = "max"
@@ -68,7 +72,24 @@ def load_space(path: str, tree: Mapping[str, Any], new: SweepPlan | None = None)
     constants = {key: value for key, value in space.items() if _is_constant(value)}
     for key, domain in space.items():
         _check(key, domain, path, with_overrides(dict(tree), constants))
+    if new:
+        _tell_idle(space, path, with_overrides(dict(tree), constants))
     return space
+
+
+def _tell_idle(space: Space, path: str, tree: Mapping[str, Any]) -> None:
+    """Warns of settings that are varied and do nothing, whichever other value of the space stands beside them."""
+    changes = [{key: value} for key, domain in space.items() for value in extremes(domain)]
+    configs = [from_tree(with_overrides(dict(tree), each)) for each in changes]
+    found = [idle(flatten(each), each.resolved_critic, each.resolved_rollout_correction) for each in configs]
+    for key in varied_keys(space):
+        if all(key in each for each in found):
+            _LOG.warning(
+                "warning: --space %s: %s does nothing with %s: trials that differ in nothing else are the same",
+                path,
+                key,
+                found[0][key],
+            )
 
 
 def with_task(tree: Mapping[str, Any], path: str) -> dict[str, Any]:

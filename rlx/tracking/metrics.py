@@ -59,7 +59,8 @@ METRICS = {
     "kl/loss": "mean of that penalty as a loss, over the optimizer steps of the step (algorithm.kl_placement loss)",
     "ptx/loss": "supervised loss per answer token (algorithm.ptx_coef)",
     "policy/loss": "surrogate loss, mean over the optimizer steps of the step",
-    "policy/entropy": "mean entropy of the policy per token, in nats; mean -log p unless algorithm.exact_entropy",
+    "policy/entropy": "mean entropy of the policy per token, in nats; mean -log p unless algorithm.exact_entropy, and "
+    "with algorithm.old_logprobs rollout",
     "policy/clip_fraction": "fraction of tokens whose ratio was clipped, over all passes of the step",
     "policy/clip_low_fraction": "fraction of tokens whose ratio was clipped at 1 - clip_low",
     "policy/clip_high_fraction": "fraction of tokens whose ratio was clipped at 1 + clip_high",

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlx import __version__
+from rlx.config import rules
 from rlx.config.errors import one_line
-from rlx.storage import checkpoint_files
+from rlx.config.sections.train import TrainConfig
+from rlx.storage import checkpoint_files, checkpoint_keys
 from rlx.storage.addresses import open_storage
 from rlx.storage.checkpoint_catalog import REFERENCE, CheckpointEntry, Retention, checkpoint_name
 from rlx.storage.checkpoint_files import CheckpointReader, Copies, Shard
@@ -194,16 +197,57 @@ class Checkpointer:
         self.restored_metrics = evaluation.still_measured(manifest.metrics)
         trainer.tokens, trainer.seconds = manifest.tokens, manifest.seconds
         trainer.evaluation = evaluation.still_measured(manifest.evaluation)
-        trainer.kl.load_state_dict(manifest.kl)
+        if _saved(manifest, "algorithm").get("kl_coef") in (None, trainer.config.algorithm.kl_coef):
+            trainer.kl.load_state_dict(manifest.kl)  # else it adapts from the number that was given since
         trainer.reward_stats.load_state_dict(manifest.scores)
         self.queue.prompts.seek(manifest.cursor)
         retry(partial(self._load_queue, entry, manifest.dp_size), what)
+        _tell(trainer, self.notify, _moved_end(trainer.config.train, _saved(manifest, "train")))
 
     def _load_queue(self, entry: CheckpointEntry, replicas: int) -> None:
         with CheckpointReader(entry.files) as reader:
             self.queue.restore(reader, self.trainer.step, replicas)
 
     def _load_weights(self, entry: CheckpointEntry) -> None:
-        trainer = self.trainer
-        retry(partial(checkpoint_files.load_weights, entry.files, trainer.models), f"reading {entry.folder}")
-        trainer.ema = initial_ema(trainer.config.train, trainer.policy)
+        assert entry.manifest
+        trainer, config, models = self.trainer, self.trainer.config, dict(self.trainer.models)
+        path = config.model.critic_path
+        if path and path != _saved(entry.manifest, "model").get("critic_path"):  # the checkpoint's critic is another
+            del models["critic"]
+        known = retry(partial(checkpoint_files.load_weights, entry.files, models), f"reading {entry.folder}")
+        trainer.ema = initial_ema(config.train, trainer.policy)
+        critic = {"separate": "critic", "head": "policy"}.get(config.resolved_critic)
+        if critic in models and not checkpoint_keys.has_values(known, critic):
+            _tell(trainer, self.notify, _new_critic(trainer, entry.name))
+
+
+def _tell(trainer: Trainer, notify: Notify, lines: Sequence[str]) -> None:
+    """Tells the person who watches what all ranks know."""
+    for line in lines if trainer.mesh.rank == 0 else ():
+        notify(line)
+
+
+def _saved(manifest: Manifest, section: str) -> Mapping[str, Any]:
+    """The settings of a section when a checkpoint was written; none if it does not have them."""
+    settings = manifest.config.get(section)
+    return settings if isinstance(settings, Mapping) else {}
+
+
+def _moved_end(train: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
+    """What to say of learning rates that jump, because they fall towards a last step that is another one now."""
+    kind, steps = train.lr_schedule, saved.get("steps")
+    if kind == "constant" or saved.get("lr_schedule") != kind or not isinstance(steps, int) or steps == train.steps:
+        return []
+    jump = "up" if train.steps > steps else "down"
+    return [
+        f"warning: train.steps is {train.steps}, it was {steps}: with train.lr_schedule {kind} the learning rates jump "
+        f"{jump} here, to what a run of {train.steps} steps has"
+    ]
+
+
+def _new_critic(trainer: Trainer, checkpoint: str) -> list[str]:
+    """What to say of a critic that has learnt nothing, because the checkpoint has none of its kind."""
+    config = trainer.config
+    start = "a new value head" if config.resolved_critic == "head" else config.model.critic_path or config.model.path
+    lines = rules.warnings(config.algorithm, config.model, config.train, config.rollout)
+    return [f"{checkpoint} has no critic of this kind: it starts from {start}", *(f"warning: {line}" for line in lines)]

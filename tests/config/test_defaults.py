@@ -16,11 +16,13 @@ from rlx.config.experiment import (
     EXPERIMENT_FILE,
     OWN_MODELS,
     followers,
+    idle_settings,
     over_experiment,
     with_experiment,
 )
 from rlx.config.loading import from_tree, read_yaml, with_overrides
 from rlx.config.run import RunConfig, may_change
+from rlx.config.sections.algorithm import ESTIMATORS
 from rlx.config.sections.base import flatten
 from rlx.config.sections.model import ModelConfig
 from rlx.config.sections.rollout import EnvironmentConfig, RolloutConfig
@@ -149,6 +151,7 @@ def test_a_model_that_people_bring_gets_the_defaults_of_the_field() -> None:
         ({}, (1e-6, 1e-5, "float32")),
         ({"scaling__use_gpu": True}, (1e-6, 1e-5, "bfloat16")),
         ({"model__lora_rank": 8}, (1e-4, 1e-4, "float32")),
+        ({"model__lora_rank": 8, "model__critic": "separate"}, (1e-4, 1e-5, "float32")),  # a critic has no adapters
         ({"model__lora_rank": 8, "train__critic_lr": 3e-5}, (1e-4, 3e-5, "float32")),
         ({"scaling__use_gpu": True, "model__dtype": "float32", "train__actor_lr": 2e-6}, (2e-6, 1e-5, "float32")),
     ],
@@ -416,6 +419,10 @@ def test_the_warning_says_how_little_is_left_and_what_to_change() -> None:
     assert line.endswith("set algorithm.gae_lambda to 1, or train.critic_warmup")
 
 
+def idle_in(config: RunConfig) -> list[str]:
+    return idle_settings(flatten(config), config.resolved_critic, config.resolved_rollout_correction)
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -435,15 +442,67 @@ def test_the_warning_says_how_little_is_left_and_what_to_change() -> None:
 )
 def test_settings_that_do_nothing_are_named(given: dict[str, Any], said: list[str]) -> None:
     config = built(**{f"algorithm__{key}": value for key, value in given.items()})
-    assert rules.idle(config.algorithm, config.train) == [f"algorithm.{line}" for line in said]
+    assert idle_in(config) == [f"algorithm.{line}" for line in said]
+
+
+@pytest.mark.parametrize("given", [{}, {"model__lora_rank": 4}, {"model__path": "org/name"}])
+@pytest.mark.parametrize(("advantage", "loss"), itertools.product(ESTIMATORS, ["ppo", "gspo", "cispo", "sapo"]))
+def test_a_setting_that_nobody_changed_is_not_named(given: dict[str, Any], advantage: str, loss: str) -> None:
+    config = built(**given, algorithm__advantage=advantage, algorithm__policy_loss=loss)
+    for tree in (config.model_dump(exclude_unset=True), config.model_dump(mode="json")):  # as a run's folder has it
+        assert not idle_in(from_tree(with_experiment(tree)))
+
+
+CRITICS = {
+    "train__critic_lr": 0.1,
+    "algorithm__value_clip": None,
+    "algorithm__value_coef": 3.0,
+    "model__value_head_init": "normal",
+}
+
+
+def test_settings_of_a_critic_do_nothing_without_one() -> None:
+    assert idle_in(built(**CRITICS, algorithm__advantage="grpo")) == [
+        "algorithm.value_clip unset does nothing with algorithm.advantage grpo",
+        "algorithm.value_coef 3.0 does nothing with algorithm.advantage grpo",
+        "train.critic_lr 0.1 does nothing with algorithm.advantage grpo",
+        "model.value_head_init normal does nothing with algorithm.advantage grpo",
+    ]
+    assert not idle_in(built(**CRITICS, model__critic="head"))
+
+
+@pytest.mark.parametrize(
+    ("given", "setting", "reason"),
+    [
+        ({"algorithm__value_coef": 3.0}, "value_coef 3.0", "a critic with its own weights"),
+        (
+            {"algorithm__exact_entropy": True, "algorithm__old_logprobs": "rollout"},
+            "exact_entropy True",
+            "algorithm.old_logprobs rollout",
+        ),
+        (
+            {"algorithm__rollout_correction": "tis", "algorithm__rollout_correction_low": 0.1},
+            "rollout_correction_low 0.1",
+            "algorithm.rollout_correction tis",
+        ),
+    ],
+)
+def test_a_setting_of_another_way_is_named(given: dict[str, Any], setting: str, reason: str) -> None:
+    assert idle_in(built(**given)) == [f"algorithm.{setting} does nothing with {reason}"]
+
+
+def test_schedules_count_as_what_they_become() -> None:
+    assert not idle_in(built(algorithm__kl_placement="loss", algorithm__kl_coef={0: 0, 9: 0.1}))
+    rising = {"algorithm__entropy_coef": {0: 0, 9: 0.1}, "algorithm__exact_entropy": True}  # which the schedule needs
+    assert not idle_in(built(**rising, algorithm__old_logprobs="rollout"))
 
 
 def test_a_limit_of_the_kl_does_nothing_where_each_completion_is_seen_once_in_one_step() -> None:
     once = built(algorithm__target_kl=0.1, train__ppo_epochs=1, train__num_minibatches=1)
-    (line,) = rules.idle(once.algorithm, once.train)
+    (line,) = idle_in(once)
     assert line == "algorithm.target_kl 0.1 does nothing with train.ppo_epochs 1 and train.num_minibatches 1"
     twice = built(algorithm__target_kl=0.1, train__ppo_epochs=1, train__num_minibatches=2)
-    assert not rules.idle(twice.algorithm, twice.train)
+    assert not idle_in(twice)
 
 
 RECIPES = sorted(file for file in (EXPERIMENT_FILE.parents[2] / "experiments/configs").glob("*.yaml"))
@@ -454,7 +513,7 @@ def test_a_recipe_is_a_config_and_is_on_the_page_of_recipes(file: Path) -> None:
     config = from_tree(with_experiment(read_yaml(file)))
     assert f"`{file.name}`" in (file.parents[2] / "docs" / "recipes.md").read_text()
     assert config.train.actor_lr <= (2e-4 if config.model.path in OWN_MODELS else 1e-5)
-    assert not rules.idle(config.algorithm, config.train)
+    assert not idle_in(config)
 
 
 @pytest.mark.parametrize(

@@ -331,6 +331,27 @@ def test_a_new_sweep_tells_of_settings_that_repeat_or_are_alone(
     assert caplog.messages == told
 
 
+@pytest.mark.parametrize(
+    ("varied", "tree", "told"),
+    [
+        ("", {"algorithm": {"advantage": "grpo"}}, True),
+        ("", {}, False),
+        ("'algorithm.advantage': 'grpo', ", {}, True),
+        ("'algorithm.advantage': tune.choice(['gae', 'grpo']), ", {"algorithm": {"advantage": "grpo"}}, False),
+    ],
+)
+def test_a_new_sweep_tells_of_a_setting_that_does_nothing_in_any_trial(
+    varied: str, tree: dict[str, Any], told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    both = "'train.actor_lr': tune.loguniform(1e-5, 1e-3), 'train.critic_lr': tune.loguniform(1e-5, 1e-3)"
+    space = space_file(tmp_path, f"{{{varied}{both}}}")
+    created(SweepPlan("s", {"storage": str(tmp_path), **tree}, space), open_storage(str(tmp_path)))
+    assert caplog.messages == told * [
+        f"warning: --space {space}: train.critic_lr does nothing with algorithm.advantage grpo: trials that differ in "
+        "nothing else are the same"
+    ]
+
+
 @pytest.mark.parametrize(("search", "candidates"), [("grid", 1), ("random", 12)])
 def test_more_settings_than_a_sweep_has_are_not_made(
     search: SearchName, candidates: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -185,8 +185,8 @@ class AlgorithmConfig(ScheduledSection):
     """weight of the entropy bonus in the loss"""
     exact_entropy: bool = False
     """compute policy/entropy from the probabilities of all tokens, as an entropy bonus does: it takes as long as the
-    log-probabilities; otherwise it is the mean of -log p of the sampled tokens, which top_p, top_k and stale
-    completions bias"""
+    log-probabilities; otherwise, and with old_logprobs rollout, it is the mean of -log p of the sampled tokens,
+    which top_p, top_k and stale completions bias"""
     value_clip: PositiveFloat | None = 0.2
     """clip the value loss where a prediction moves further than this from its old value; unset: no clipping"""
     value_coef: PositiveFloat = 0.5

@@ -40,7 +40,8 @@ class TrainConfig(ScheduledSection):
     """learning rate of the policy, or a schedule such as {0: 1e-6, 200: 1e-7} by steps, as other numbers may have
     (docs/algorithms.md); unset: 1e-6 as in veRL and OpenRLHF, with model.lora_rank 1e-4"""
     critic_lr: NonNegativeFloat = 1e-5
-    """learning rate of the critic and of a value head; unset: 1e-5 as in veRL, with model.lora_rank 1e-4"""
+    """learning rate of the critic and of a value head; unset: 1e-5 as in veRL, with model.lora_rank 1e-4 unless
+    model.critic is separate, which trains all of its weights"""
     critic_warmup: NonNegativeInt = 0
     """number of first steps that train only a separate critic and leave the policy unchanged"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
