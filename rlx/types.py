@@ -149,11 +149,13 @@ class Observation:
     call_errors: int = 0  # of these calls: malformed, of no tool, or the tool raised
     seconds: float = field(default=0.0, compare=False)  # that the environment took
     retries: int = field(default=0, compare=False)  # calls that failed before this answer came
+    tools: tuple[Mapping[str, Any], ...] = ()  # at the start: those that an agent offers the policy, as JSON schemas
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Observation:
         """Reads the fields of one, as JSON has them."""
-        return cls(**{**values, "messages": tuple(values["messages"])})
+        tools = tuple(values.get("tools", ()))  # files of older versions lack them
+        return cls(**{**values, "messages": tuple(values["messages"]), "tools": tools})
 
     @property
     def text(self) -> str:

@@ -221,7 +221,7 @@ class EnvironmentHost(BulkActor):
         if said is None:
             return Observation(messages_of(beginning.row.asked))
         with _naming("reset", is_of_gymnasium=isinstance(said, tuple) and len(said) == 2):
-            return Observation(messages_of(said))
+            return Observation(messages_of(said), tools=_offered(live))
 
 
 async def _step(live: Instance, action: Action) -> Observation:
@@ -238,7 +238,14 @@ async def _step(live: Instance, action: Action) -> Observation:
         raise TypeError(f"step returns {order}: {reward} and {done} are in each other's place")
     final = await score_of(live.environment, action.text, call) if is_done else 0.0
     with _naming("step"):
-        return Observation(messages_of(said), own + final, is_done)
+        messages = messages_of(said)
+    results = [each for each in messages if each["role"] == "tool"] if _offered(live) else []
+    return Observation(messages, own + final, is_done, calls=len(results))
+
+
+def _offered(live: Instance) -> tuple[Mapping[str, Any], ...]:
+    """The tools that an agent offers the policy; what is a set of tools or no agent has none of this kind."""
+    return () if live.tools else tuple(getattr(live.environment, "offered_tools", ()))
 
 
 def _truth(done: Any) -> bool:

@@ -84,6 +84,19 @@ def calls_in(text: str) -> list[Call]:
     return []
 
 
+def beside_calls(text: str) -> str:
+    """What a turn of the policy that has calls says beside them, its thoughts included."""
+    thoughts, mark, last = text.rpartition("</think>")
+    last = last.strip()
+    if "<tool_call>" in last:
+        rest = _MARKED.sub("", last)
+    elif last.startswith("<function=") or last.endswith("</function>"):
+        rest = _FUNCTION.sub("", last)
+    else:  # such calls are all that it says
+        rest = ""
+    return (thoughts + mark + rest).strip()
+
+
 def check_calls(tool: str, write: Callable[[str, Mapping[str, Any] | str], str]) -> None:
     """Refuses a model whose calls would not be read.
 
@@ -106,7 +119,7 @@ def check_calls(tool: str, write: Callable[[str, Mapping[str, Any] | str], str])
         if call.name not in written or calls_in(written) == [call]:
             return
         shown = f"environment: the model's chat template writes calls as {shortened(written)}, which rlx does not read"
-        instead = "use a model whose calls it reads (docs/environments.md), or an environment with step(action)"
+        instead = "use a model whose calls it reads (docs/environments.md), or describe tools in the messages"
         problems.append(ConfigError(f"{shown}: {instead}"))
     raise problems[0]
 
@@ -222,7 +235,9 @@ def _typed(arguments: Mapping[str, str], hints: Mapping[str, Any]) -> dict[str, 
     Raises:
         ValueError: an argument is no value, neither as JSON nor, as many templates write them, as a literal of Python.
     """
-    return {key: text if _is_text(text, hints.get(key, str)) else _value(key, text) for key, text in arguments.items()}
+    return {
+        key: text if _is_text(text, hints.get(key, str)) else value_in(text, key) for key, text in arguments.items()
+    }
 
 
 def _is_text(argument: str, hint: Any) -> bool:
@@ -234,7 +249,8 @@ def _is_text(argument: str, hint: Any) -> bool:
     return hint in (str, Any)
 
 
-def _value(key: str, text: str) -> Any:
+def value_in(text: str, key: str) -> Any:
+    """The value of an argument that is written as text; raises ValueError, which names `key`, if it is none."""
     with suppress(ValueError, RecursionError):
         return json.loads(text)
     with suppress(SyntaxError, ValueError, TypeError, RecursionError, MemoryError):

@@ -386,10 +386,8 @@ def dialogue_of(environment: EnvironmentConfig, data: DataConfig, tokenizer: Any
         tools = schemas(found)
     except ValueError as error:
         raise ConfigError(f"environment.name {environment.name}: {one_line(error)}") from None
-    dialogue = Dialogue(tokenizer, tools, data.chat_template_args, extends=environment.history == "extend")
-    for tool in tools[:1]:
-        check_calls(str(tool["function"]["name"]), dialogue.call_text)
-    return dialogue
+    extends = environment.history == "extend"
+    return Dialogue(tokenizer, tools, data.chat_template_args, extends, check_calls)
 
 
 def _engines_beside(spec: EngineSpec) -> list[Any]:

@@ -506,17 +506,12 @@ def test_an_agent_may_take_off_white_space_around_an_answer() -> None:
         ({"messages": [{"role": "user"}]}, "each has a role and a content of text"),
         ({"messages": [user([{"type": "image_url"}])]}, "each has a role and a content of text"),
         ({"messages": [user("a")], "n": 2}, "n: an episode has one answer"),
-        ({"messages": [user("a")], "tools": [{}]}, "tools: not served"),
         ({"messages": [user("a")], "logprobs": True, "top_logprobs": 2}, "logprobs: not served; those of all tokens"),
         (
             {"messages": [user("a")], "response_format": {"type": "json_object"}},
             "response_format: not served; describe",
         ),
         ({"messages": [user("a")], "modalities": ["text", "audio"]}, "modalities: not served; an answer is text"),
-        (
-            {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]},
-            "tool_calls: not served; write calls",
-        ),
         ([], "the body is a JSON object"),
     ],
 )

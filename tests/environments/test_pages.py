@@ -78,3 +78,11 @@ def test_the_solver() -> None:
     start, shorter, end = said("shop:Solver", "a word " * 20, "It is 4.")
     assert [each.messages[0]["content"] for each in (start, shorter)] == ["How much is a pear?", "Shorter, please."]
     assert (end.reward, end.done) == (1.0, True)
+
+
+def test_the_buyer() -> None:
+    call = '<tool_call>{"name": "price", "arguments": {"name": "pear"}}</tool_call>'
+    start, known, end = said("shop:Buyer", call, "4")
+    assert start.text == "How much is a pear?" and start.tools[0]["function"]["name"] == "price"
+    assert known.messages == ({"role": "tool", "name": "price", "content": "4"},) and known.calls == 1
+    assert (end.reward, end.done) == (1.0, True)

@@ -1,6 +1,7 @@
 """Agents that other people wrote as environments: they ask an OpenAI-compatible address, and the policy answers.
 
-`loop.AgentLoop` is the class to derive from; `endpoint` is the address that one episode has, `wire` what travels there.
+`loop.AgentLoop` is the class to derive from; `endpoint` is the address that one episode has, `wire` what travels there,
+`calls` those of tools in it.
 It may import what rlx.environments may, and aiohttp. Left out: the policy's tokens, log-probabilities and masks, which
 are those of any episode (rlx.rollout.episodes).
 

@@ -10,21 +10,28 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 
+from rlx.environments.agents.calls import read_calls
 from rlx.environments.agents.wire import (
     MODEL,
     Answer,
+    GivenMessage,
     RefusedRequest,
     error_reply,
+    message_in,
     messages_in,
+    observed,
     read_body,
     reply,
     stream,
     stripped,
+    tools_in,
 )
 from rlx.types import Utterance
 
@@ -40,9 +47,11 @@ class Endpoint:
 
     def __init__(self) -> None:
         self.api_key, self.base_url = secrets.token_urlsafe(24), ""
-        self._said: list[Utterance] = []  # `stripped`, in the conversation, the policy's last answer included
+        self.tools: tuple[Mapping[str, Any], ...] = ()  # of the first request, and of all others
+        self._said: list[GivenMessage] = []  # `stripped`, in the conversation, the policy's last answer included
         self._asked = asyncio.Queue[tuple[Utterance, ...]]()
         self._answer: asyncio.Future[Answer] | None = None  # what the newest request waits for
+        self._may_call, self._calls = True, 0  # whether the newest request takes calls; those of the policy so far
         self._is_over, self._late = False, 0  # requests after the end
         self._runner: web.AppRunner | None = None
 
@@ -71,7 +80,11 @@ class Endpoint:
     def answer(self, answer: Answer) -> None:
         """Answers the request that waits."""
         assert self._answer is not None
-        self._said += stripped([{"role": "assistant", "content": answer.text}])
+        if self.tools and self._may_call:
+            text, calls = read_calls(answer.text, self.tools, self._calls)
+            answer = replace(answer, text=text, calls=calls)
+            self._calls += len(calls)
+        self._said += stripped([message_in(answer.message)])
         self._answer.set_result(answer)
 
     def end(self) -> None:
@@ -92,30 +105,31 @@ class Endpoint:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await read_body(request)
-        answer = await asyncio.shield(self._awaited(messages_in(body)))
+        answer = await asyncio.shield(self._awaited(body))
         return await stream(request, body, answer) if body.get("stream") else web.json_response(reply(answer))
 
-    def _awaited(self, messages: Sequence[Utterance]) -> asyncio.Future[Answer]:
-        """The answer to a conversation; a client that repeats its request waits for the same one.
+    def _awaited(self, body: Mapping[str, Any]) -> asyncio.Future[Answer]:
+        """The answer to a request; a client that repeats its request waits for the same one.
 
         Raises:
             RefusedRequest: it does not go on from what was said before.
         """
-        given = stripped(messages)
-        if self._answer and self._answer.done() and given == self._said[:-1]:
+        messages, tools = messages_in(body), tools_in(body)
+        given, is_same = stripped(messages), tools == self.tools or self._answer is None
+        if self._answer and self._answer.done() and given == self._said[:-1] and is_same:
             return self._answer  # the answer was lost on its way
         known, is_open = len(self._said), self._answer is not None and not self._answer.done()
-        if given[:known] != self._said or (is_open and len(messages) != known):
+        if given[:known] != self._said or (is_open and len(messages) != known) or not is_same:
             raise RefusedRequest(
                 "an episode is one conversation: each request repeats all messages so far, the answers of the policy "
-                "included, and adds to them; one is answered before the next"
+                "included, with the same tools, and adds to them; one is answered before the next"
             )
         if not is_open:
             if len(messages) == known:
                 raise RefusedRequest("a request adds a message to the conversation")
+            self._asked.put_nowait(tuple(map(observed, messages[known:])))
             self._answer = asyncio.get_running_loop().create_future()
-            self._asked.put_nowait(tuple(messages[known:]))
-            self._said = given
+            self._said, self.tools, self._may_call = given, tools, body.get("tool_choice") != "none"
         assert self._answer is not None
         return self._answer
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
@@ -30,6 +30,11 @@ class AgentLoop:
     that `play` starts itself, as OpenAI's `async` client starts one; a class may have its own number"""
     _agent: AgentThread | None = None  # None: it has not begun
     _endpoint: Endpoint | None = None
+
+    @property
+    def offered_tools(self) -> tuple[Mapping[str, Any], ...]:
+        """The tools of the agent's requests, as JSON schemas: the policy is told of them."""
+        return self._endpoint.tools if self._endpoint else ()
 
     def play(self, row: TaskRow, seed: int, base_url: str, api_key: str) -> float | Awaitable[float]:
         """Plays an episode and returns its reward. It may be `async`; it has a thread of its own.

@@ -9,9 +9,9 @@ whole. White space that a template trims is no change. Left out: who speaks when
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlx.config.errors import ConfigError, one_line
@@ -38,6 +38,9 @@ class Dialogue:
     tools: Sequence[Mapping[str, Any]] = ()  # as JSON schemas
     template_args: Mapping[str, Any] = field(default_factory=dict)
     extends: bool = False  # no new context begins: earlier turns stay as they were drawn, whatever the template says
+    check: Callable[[str, Callable[[str, Mapping[str, Any] | str], str]], None] | None = None
+    """(name of a tool, `call_text`) raises ConfigError if the calls that the template writes are not read"""
+    _offered: Dialogue | None = field(default=None, init=False)  # the last of `with_tools`
 
     def __post_init__(self) -> None:
         """Raises ConfigError if the tokenizer has no chat template, or one that cannot be used for turns or tools."""
@@ -57,8 +60,18 @@ class Dialogue:
         if name not in shown:
             raise ConfigError(
                 "environment: the model's chat template does not show tools, so that the model would not know of "
-                f"{name}: use a model whose template does, or an environment with step(action)"
+                f"{name}: use a model whose template does, or describe tools in the messages"
             )
+        if self.tools and self.check:
+            self.check(name, self.call_text)
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Dialogue:
+        """The same with the tools that an agent offers, if any; raises ConfigError as the constructor."""
+        if not tools:
+            return self
+        if self._offered is None or self._offered.tools != tools:
+            self._offered = replace(self, tools=tools)
+        return self._offered
 
     def opening(self, messages: Sequence[Utterance]) -> Written:
         """The first messages, up to where the policy begins; raises EnvironmentFailed as `continuation`."""

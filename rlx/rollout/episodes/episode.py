@@ -128,10 +128,12 @@ class OpenEpisode:
         """Takes the environment's first messages, which follow the prompt's system message unless they have their own.
 
         Raises:
+            ConfigError: they come with tools, which the model's chat template cannot be used for.
             EnvironmentFailed: they are longer than prompts may be.
         """
         has_own = bool(start.messages) and start.messages[0]["role"] in SYSTEM_ROLES
         messages = [*start.messages] if has_own else [*self.seeds.prompt.task.system, *start.messages]
+        self.dialogue = self.dialogue.with_tools(start.tools)
         written, most = self.dialogue.opening(messages), self.limits.prompt_tokens
         opening = written.token_ids
         if most is not None and len(opening) > most:

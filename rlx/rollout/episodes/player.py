@@ -108,7 +108,7 @@ class Player:
 
         Raises:
             PromptRefusedError: an engine refused a turn.
-            ValueError: an environment's first messages are too long.
+            ConfigError: an agent offers tools, which the model's chat template cannot be used for.
         """
         if not isinstance(pending, PendingEpisodes) or pending.is_complete:
             return
