@@ -239,8 +239,8 @@ async def _step(live: Instance, action: Action) -> Observation:
     final = await score_of(live.environment, action.text, call) if is_done else 0.0
     with _naming("step"):
         messages = messages_of(said)
-    results = [each for each in messages if each["role"] == "tool"] if _offered(live) else []
-    return Observation(messages, own + final, is_done, calls=len(results))
+    calls = live.environment.drawn_calls if _offered(live) else 0
+    return Observation(messages, own + final, is_done, calls=calls)
 
 
 def _offered(live: Instance) -> tuple[Mapping[str, Any], ...]:

@@ -277,7 +277,7 @@ def create_sweep(plan: SweepPlan, storage: Storage) -> None:
     refuse_existing(folder)
     for left in ("run.json", "outbox"):  # by a start of an older rlx that was killed before its plan was written
         (folder / left).delete()
-    space = load_space(plan.space, plan.tree)
+    space = load_space(plan.space, plan.tree, tells=True)
     tell_unscheduled(plan, varied_keys(space))
     search = searchers.searcher(plan.search, space, plan.candidates, plan.config.seed)
     is_list = isinstance(search, searchers.ListSearch)

@@ -53,12 +53,13 @@ _LARGEST = 2**63  # searches draw whole numbers of 64 bits
 _PLAIN = (str, int, float, np.generic, type(None), Mapping, list, tuple)
 
 
-def load_space(path: str, tree: Mapping[str, Any], new: SweepPlan | None = None) -> Space:
+def load_space(path: str, tree: Mapping[str, Any], new: SweepPlan | None = None, tells: bool = False) -> Space:
     """The search space of a Python file, each setting checked against the config tree.
 
     Args:
         new: the plan of a sweep that has not begun; its lists may make more trials than a sweep has, whose values it
             would take minutes to check.
+        tells: warn of settings that are varied and do nothing.
 
     Raises:
         ConfigError: no such file or function, an unknown setting, a value that the setting does not accept, or too many
@@ -72,18 +73,22 @@ def load_space(path: str, tree: Mapping[str, Any], new: SweepPlan | None = None)
     constants = {key: value for key, value in space.items() if _is_constant(value)}
     for key, domain in space.items():
         _check(key, domain, path, with_overrides(dict(tree), constants))
-    if new:
-        _tell_idle(space, path, with_overrides(dict(tree), constants))
+    if tells:
+        _tell_idle(space, path, tree)
     return space
 
 
 def _tell_idle(space: Space, path: str, tree: Mapping[str, Any]) -> None:
     """Warns of settings that are varied and do nothing, whichever other value of the space stands beside them."""
-    changes = [{key: value} for key, domain in space.items() for value in extremes(domain)]
-    configs = [from_tree(with_overrides(dict(tree), each)) for each in changes]
-    found = [idle(flatten(each), each.resolved_critic, each.resolved_rollout_correction) for each in configs]
+    values = {key: extremes(domain) for key, domain in space.items()}
+    first = with_overrides(dict(tree), {key: each[0] for key, each in values.items()})
+    found = list[dict[str, str]]()
+    for change in ({key: value} for key, each in values.items() for value in each):
+        with suppress(ConfigError):  # what does not go together is told where candidates are checked
+            config = from_tree(with_overrides(first, change))
+            found.append(idle(flatten(config), config.resolved_critic, config.resolved_rollout_correction))
     for key in varied_keys(space):
-        if all(key in each for each in found):
+        if found and all(key in each for each in found):
             _LOG.warning(
                 "warning: --space %s: %s does nothing with %s: trials that differ in nothing else are the same",
                 path,

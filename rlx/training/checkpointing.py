@@ -219,6 +219,8 @@ class Checkpointer:
         critic = {"separate": "critic", "head": "policy"}.get(config.resolved_critic)
         if critic in models and not checkpoint_keys.has_values(known, critic):
             _tell(trainer, self.notify, _new_critic(trainer, entry.name))
+        if "critic" in trainer.models.keys() - models and checkpoint_keys.has_weights(known, "critic"):
+            _tell(trainer, self.notify, [f"the critic starts from model.critic_path {path}, not from {entry.name}"])
 
 
 def _tell(trainer: Trainer, notify: Notify, lines: Sequence[str]) -> None:

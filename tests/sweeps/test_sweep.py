@@ -337,6 +337,8 @@ def test_a_new_sweep_tells_of_settings_that_repeat_or_are_alone(
         ("", {"algorithm": {"advantage": "grpo"}}, True),
         ("", {}, False),
         ("'algorithm.advantage': 'grpo', ", {}, True),
+        ("'algorithm.advantage': tune.choice(['grpo', 'gae']), ", {}, False),
+        ("'algorithm.advantage': tune.choice(['grpo', 'rloo']), ", {}, True),
         ("'algorithm.advantage': tune.choice(['gae', 'grpo']), ", {"algorithm": {"advantage": "grpo"}}, False),
     ],
 )

@@ -76,6 +76,8 @@ def test_a_critic_that_the_checkpoint_lacks_is_told_with_what_warns_of_one_that_
     assert first == f"{begins}{tiny_model}"
     assert second.startswith("warning: algorithm.gae_lambda 0.5 with rollout.max_tokens 6: ")
     assert said.pop("new head") == [f"{begins}a new value head"]
+    (other,) = said.pop("given")
+    assert other.startswith("the critic starts from model.critic_path ") and other.endswith(", not from step_000001")
     assert not any(said.values())
 
 

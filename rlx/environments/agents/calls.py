@@ -11,6 +11,9 @@ from contextlib import suppress
 from typing import Any
 
 from rlx.environments.tools import Call, beside_calls, calls_in, value_in
+from rlx.types import sendable
+
+_NAMES = {str: "string", type(None): "null"}
 
 
 def read_calls(text: str, tools: Sequence[Mapping[str, Any]], first: int) -> tuple[str, tuple[dict[str, Any], ...]]:
@@ -34,9 +37,9 @@ def read_calls(text: str, tools: Sequence[Mapping[str, Any]], first: int) -> tup
 def _told(call: Call, schema: Mapping[str, Any], number: int) -> dict[str, Any]:
     arguments = call.arguments
     if call.is_untyped:
-        properties = schema.get("properties", {})
-        arguments = {key: _typed(text, key, _types(properties.get(key))) for key, text in arguments.items()}
-    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        properties, named = schema.get("properties", {}), schema.get("$defs") or schema.get("definitions") or {}
+        arguments = {key: _typed(text, key, _types(properties.get(key), named)) for key, text in arguments.items()}
+    written = sendable(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
     # Nine characters, as some templates want them.
     return {"id": f"call{number:05}", "type": "function", "function": {"name": call.name, "arguments": written}}
 
@@ -50,12 +53,20 @@ def _typed(text: str, key: str, types: set[str]) -> Any:
     return text
 
 
-def _types(schema: Any) -> set[str]:
-    """The types that a JSON schema allows; none: it does not say."""
+def _types(schema: Any, named: Mapping[str, Any]) -> set[str]:
+    """The types that a JSON schema allows, of which null and string are told from others; none: it does not say.
+
+    Args:
+        named: schemas that it may refer to.
+    """
     if not isinstance(schema, dict):
         return set()
+    if isinstance(schema.get("$ref"), str):
+        name = schema["$ref"].rpartition("/")[2]
+        return _types(named.get(name), {key: each for key, each in named.items() if key != name}) or {"object"}
     given = schema.get("type", [])
     own = {given} if isinstance(given, str) else set(given)
-    own |= {"string" for each in schema.get("enum", ()) if isinstance(each, str)}
-    own |= {"object"} if "$ref" in schema else set()
-    return own.union(*map(_types, schema.get("anyOf", ())))
+    values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
+    own |= {_NAMES.get(type(each), "number") for each in values}
+    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key) or ()]
+    return own.union(*(_types(part, named) for part in parts))

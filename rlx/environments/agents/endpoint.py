@@ -51,6 +51,7 @@ class Endpoint:
         self._said: list[GivenMessage] = []  # `stripped`, in the conversation, the policy's last answer included
         self._asked = asyncio.Queue[tuple[Utterance, ...]]()
         self._answer: asyncio.Future[Answer] | None = None  # what the newest request waits for
+        self.drawn_calls = 0  # in the policy's newest turn
         self._may_call, self._calls = True, 0  # whether the newest request takes calls; those of the policy so far
         self._is_over, self._late = False, 0  # requests after the end
         self._runner: web.AppRunner | None = None
@@ -83,7 +84,8 @@ class Endpoint:
         if self.tools and self._may_call:
             text, calls = read_calls(answer.text, self.tools, self._calls)
             answer = replace(answer, text=text, calls=calls)
-            self._calls += len(calls)
+        self.drawn_calls = len(answer.calls)
+        self._calls += self.drawn_calls
         self._said += stripped([message_in(answer.message)])
         self._answer.set_result(answer)
 
@@ -119,11 +121,13 @@ class Endpoint:
         if self._answer and self._answer.done() and given == self._said[:-1] and is_same:
             return self._answer  # the answer was lost on its way
         known, is_open = len(self._said), self._answer is not None and not self._answer.done()
-        if given[:known] != self._said or (is_open and len(messages) != known) or not is_same:
+        if given[:known] != self._said or (is_open and len(messages) != known):
             raise RefusedRequest(
                 "an episode is one conversation: each request repeats all messages so far, the answers of the policy "
-                "included, with the same tools, and adds to them; one is answered before the next"
+                "included, and adds to them; one is answered before the next"
             )
+        if not is_same:
+            raise RefusedRequest("tools: not those of the first request; tool_choice none asks for text instead")
         if not is_open:
             if len(messages) == known:
                 raise RefusedRequest("a request adds a message to the conversation")

@@ -36,6 +36,11 @@ class AgentLoop:
         """The tools of the agent's requests, as JSON schemas: the policy is told of them."""
         return self._endpoint.tools if self._endpoint else ()
 
+    @property
+    def drawn_calls(self) -> int:
+        """How many calls of these tools the policy's newest turn has."""
+        return self._endpoint.drawn_calls if self._endpoint else 0
+
     def play(self, row: TaskRow, seed: int, base_url: str, api_key: str) -> float | Awaitable[float]:
         """Plays an episode and returns its reward. It may be `async`; it has a thread of its own.
 

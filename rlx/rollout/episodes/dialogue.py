@@ -9,6 +9,7 @@ whole. White space that a template trims is no change. Left out: who speaks when
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -62,14 +63,16 @@ class Dialogue:
                 "environment: the model's chat template does not show tools, so that the model would not know of "
                 f"{name}: use a model whose template does, or describe tools in the messages"
             )
-        if self.tools and self.check:
-            self.check(name, self.call_text)
+        if self.check:
+            for tool in self.tools:
+                self.check(str(tool["function"]["name"]), self.call_text)
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Dialogue:
         """The same with the tools that an agent offers, if any; raises ConfigError as the constructor."""
         if not tools:
             return self
-        if self._offered is None or self._offered.tools != tools:
+        # Compared as they are written: templates show the order of keys, and 1 is not True there.
+        if self._offered is None or json.dumps(self._offered.tools) != json.dumps(tools):
             self._offered = replace(self, tools=tools)
         return self._offered
 
