@@ -90,6 +90,12 @@ def test_a_saved_data_set_with_and_without_splits(folder: Path, tmp_path: Path) 
     assert read(str(tmp_path / "alone")) == expected[:3]
 
 
+def test_a_saved_data_set_without_rows_is_refused(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"question": [], "answer": []}).save_to_disk(tmp_path / "empty")
+    with pytest.raises(ConfigError, match=r"/empty: there are no rows in it$"):
+        read(str(tmp_path / "empty"))
+
+
 def test_rows_that_were_chosen_and_sorted_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows(40).select([7, 3, 30, 1]).save_to_disk(tmp_path / "chosen")
     monkeypatch.setattr(hub, "_PIECE_ROWS", 3)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -305,7 +306,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _is_missing(cell: Any) -> bool:
-    return cell is None or cell != cell
+    return cell is None or cell != cell or (isinstance(cell, float) and math.isinf(cell))
 
 
 def _as_text(cell: Any) -> str:

@@ -99,7 +99,8 @@ class HubSource(StoredSource):
         try:
             rows = _load(parsed)
         except Exception as error:  # of the network, the hub, or a damaged folder
-            raise ConfigError(f"{setting} {address}: {one_line(error, 500)}") from None
+            is_empty = parsed.is_folder and isinstance(error, IndexError)  # as datasets reads one without rows
+            raise ConfigError(f"{setting} {address}: {NO_ROWS if is_empty else one_line(error, 500)}") from None
         try:
             wanted = columns.roots(rows.column_names)
         except ColumnError as error:

@@ -8,6 +8,8 @@ Left out: where files lie and how they are read in parallel (files.py).
 from __future__ import annotations
 
 import codecs
+import csv
+import io
 import itertools
 import json
 import shlex
@@ -142,7 +144,26 @@ def parse_csv(file: pa.NativeFile, part: Part, columns: Columns) -> Iterator[Row
             raise
         too_long = f"a row is longer than {_LONGEST_ROW >> 20} MiB: a cell is that large, or its quote is never closed"
         raise ValueError(f"{part.name}: {too_long}") from None
+    _check_quotes(file, part)
     yield from table_rows(table, columns, 1)  # below the header, which is a row of the file, too
+
+
+def _check_quotes(file: pa.NativeFile, part: Part) -> None:
+    """Raises ValueError for a quote that is not closed where its cell ends.
+
+    pyarrow takes the rows that follow for a part of this cell, up to the next quote or the end of the file.
+    """
+    file.seek(0)
+    text, begins = io.TextIOWrapper(file, "utf-8", "replace", newline=""), 1
+    csv.field_size_limit(_LONGEST_ROW)
+    try:
+        for _ in (rows := csv.reader(text, strict=True)):
+            begins = rows.line_num + 1
+    except csv.Error as error:
+        problem = "a quote is not closed where its cell ends; within a cell a quote is written twice"
+        raise ValueError(f"{part.name}:{begins}: {problem}: {error}") from None
+    finally:
+        text.detach()
 
 
 def parse_parquet(file: pa.NativeFile, part: Part, columns: Columns) -> Iterator[Row]:
