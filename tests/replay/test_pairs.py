@@ -137,7 +137,8 @@ def test_scores_of_training_are_paired_prompt_by_prompt(tmp_path: Path) -> None:
 
 def test_rounding_of_sums_is_no_difference() -> None:
     """The branch has the scores 0.1, 0.2, 0.3 of one prompt in another order."""
-    assert (mean := (0.1 + 0.2 + 0.3) / 3) != (other := (0.3 + 0.2 + 0.1) / 3)
+    mean, other = (0.1 + 0.2 + 0.3) / 3, (0.3 + 0.2 + 0.1) / 3
+    assert mean != other
     (row,) = pairs._paired("training prompts", 1, {"a": mean, "b": 0.5}, {"a": other, "b": 0.5})
     assert (row.difference, row.better, row.worse) == ((0, 0), 0, 0)
     (row,) = pairs._paired("training prompts", 1, {"a": 0.2, "b": 0.3, "c": 0}, {"a": 0.3, "b": 0.4, "c": 0.1})
