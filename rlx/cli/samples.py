@@ -129,6 +129,7 @@ def completions_table(rows: Sequence[KeptCompletion], width: int | None, charact
     Args:
         characters: to which texts are cut; None: not at all.
     """
+    found = {row.source for row in rows if row.answer != row.completion.strip()}  # elsewhere it is the whole text
     cells = [
         {
             "step": str(row.step),
@@ -143,12 +144,18 @@ def completions_table(rows: Sequence[KeptCompletion], width: int | None, charact
             "tokens": str(len(row.tokens)),
             "question": readable(row.question, characters),
             "expected": readable(row.expected, characters),
+            "answer": readable(_answer(row), characters) if row.source in found else "",
             "completion": readable(row.completion, characters),
             "failure": readable(row.played.told_failure if row.played else "", characters),
         }
         for row in rows
     ]
     return listing.markdown_table(cells, width, {"step", "score", "advantage", "mismatch", "tokens"})
+
+
+def _answer(row: KeptCompletion) -> str:
+    """What was taken for the answer, as the page names it."""
+    return "none found" if row.answer is None else row.answer
 
 
 def _finish(row: KeptCompletion) -> str:

@@ -84,7 +84,8 @@ class Branch:
         begun = self.until + prepared.config.rollout.max_staleness  # rounds of these steps begin, too
         known = None if self.asks_again else KnownEpisodes.of_steps(self.run.folder, self.steps[0] - 1, begun).read
         evaluated = self.run.evaluated_ends(recorded.eval)
-        return replace(prepared, replay=Replay(self.until, self.attributes_gradient, evaluated, known))
+        replay = Replay(self.until, self.attributes_gradient, evaluated, known)
+        return replace(prepared, replay=replay, replayed=self.run.folder)
 
     def tree(self) -> dict[str, Any]:
         """The settings with which the run went on from there, with the checkpoint to start from."""

@@ -7,6 +7,7 @@ settings alone. Intervals are over questions, or prompts: they say nothing of ot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from rlx.storage.filesystem import Storage
 
 _OWN = ("name", "storage", "tracking.completions")
 """settings that a branch is given by rlx"""
+_ROUNDING = 1e-12  # relative, and absolute around 0
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,13 @@ def _paired(what: str, step: int, control: Mapping[str, float], changed: Mapping
     common = [each for each in control if each in changed]
     if not common:
         return []
-    gaps = [changed[each] - control[each] for each in common]
-    before, after = (sum(values[each] for each in common) / len(common) for values in (control, changed))
+    gaps = [_gap(control[each], changed[each]) for each in common]
+    before, after = (math.fsum(values[each] for each in common) / len(common) for values in (control, changed))
+    difference = Estimate(_gap(before, after), _gap(0.0, mean_interval(gaps).half_width))
     better, worse = sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
-    return [Paired(what, step, len(common), before, after, mean_interval(gaps), better, worse)]
+    return [Paired(what, step, len(common), before, after, difference, better, worse)]
+
+
+def _gap(before: float, after: float) -> float:
+    """The difference of two means; 0 if it is no more than the rounding of their sums, whose order may differ."""
+    return 0.0 if math.isclose(before, after, rel_tol=_ROUNDING, abs_tol=_ROUNDING) else after - before

@@ -185,11 +185,11 @@ def _check(prepared: PreparedRun, folder: Storage, resume: bool, parent: Parent 
 
 
 def _check_prompts(prepared: PreparedRun, folder: Storage, rows: Mapping[str, PromptRows]) -> None:
-    """Raises ConfigError if the run goes on from a checkpoint's state, and that or its record is of other prompts."""
+    """Raises ConfigError if the run goes on from a checkpoint's state or replays another run, and has other prompts."""
     config, found = prepared.config, checkpoint_catalog.complete_checkpoints(folder)
-    if found:
-        check_record(folder, config.data, config.eval, rows)
-    elif config.checkpoint.init_from and config.checkpoint.init_state == "all":
+    if recorded := folder if found else prepared.replayed:
+        check_record(recorded, config.data, config.eval, rows)
+    if not found and config.checkpoint.init_from and config.checkpoint.init_state == "all":
         found = [checkpoint_catalog.read_checkpoint(open_storage(config.checkpoint.init_from, create=False))]
     if found and (manifest := found[-1].manifest):
         names, places = table_names(config.data, "train"), table_places(config.data, config.eval)

@@ -84,6 +84,7 @@ class PreparedRun:
     reachable: Sequence[TrackingService] | None = None  # tracking services by `relay`; None: those of the config
     copies: FolderCopies | None = None  # of its models, for nodes that join later
     replay: Replay | None = None  # None: all steps that are left, for the first time
+    replayed: Storage | None = None  # folder of the run that has done the steps of a replay
 
     @property
     def name(self) -> str:
@@ -121,9 +122,8 @@ def prepare(
         tried_parts = {config.data.setting_of(number): each for number, each in parts}
         tried_parts |= config.eval.own_parts(config.data, config.reward)
         for setting, (part, reward) in tried_parts.items():
-            if not (
-                rows := sources.first_rows(part, _TRIED_ROWS, setting, scoring.answer_check(reward, environment.name))
-            ):
+            rows = sources.first_rows(part, _TRIED_ROWS, setting, scoring.answer_check(reward, environment.name))
+            if not rows:
                 raise ConfigError(f"{setting} {part.source}: {NO_ROWS}")
             tried = [prompt_of(number, row, part.system_prompt) for number, row in enumerate(rows)]
             scoring.try_rewards(reward, tried, on_gpu=bool(resources.workers[0].get("GPU")))

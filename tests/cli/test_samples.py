@@ -49,7 +49,7 @@ def test_the_newest_step_is_shown_with_its_numbers(storage: str, capsys: pytest.
     lines = said(capsys, "one", "--storage", storage).splitlines()
     header, _, first, *_ = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     names = ["step", "prompt", "right", "score", "parts", "advantage", "mismatch", "finish", "tokens"]
-    assert header == [*names, "question", "expected", "completion"]
+    assert header == [*names, "question", "expected", "answer", "completion"]
     assert first == [
         "5",
         "2.0",
@@ -62,6 +62,7 @@ def test_the_newest_step_is_shown_with_its_numbers(storage: str, capsys: pytest.
         "1",
         "question 0",
         "yes",
+        "none found",
         "text",
     ] or (first[4] == "task 0  length -1")
     place = f"in {storage}/runs/one/completions"
@@ -248,6 +249,26 @@ def test_markup_in_a_completion_is_text(storage: str) -> None:
     (row, *_) = reader.completions(reader.read(run, reader.kept_steps(run)[0]))
     spoilt = row.__class__(**vars(row) | {"completion": "[red]x[/red] | y"})
     assert "[red]x[/red]" in completions_table([spoilt], 200, None)
+
+
+def test_answers_are_shown_of_sources_with_a_pattern(storage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without one the whole text is the answer, and is shown once."""
+
+    def answers(number: int, said_of: list[tuple[str, str | None, int]]) -> list[str]:
+        writer = CompletionWriter(open_storage(storage) / "runs" / "one", Keeping(1.0, 0, 0, 1), Letters(), pytest.fail)
+        rows = []
+        for place, (text, answer, source) in enumerate(said_of):
+            row = scored(place, text, answer=answer)
+            prompt = replace(row.completion.prompt, source=source)
+            rows.append(replace(row, completion=replace(row.completion, prompt=prompt)))
+        writer.keep(StepCompletions(Kind.TRAINING, number, 8, rows, sources=["sums", "words"]))
+        writer.close()
+        header, _, *shown, _, _ = said(capsys, "one", "--storage", storage, "--step", str(number)).splitlines()
+        names = [cell.strip() for cell in header.split("|")]
+        return [line.split("|")[names.index("answer")].strip() for line in shown if "answer" in names]
+
+    assert answers(6, [("a 4 ", "4", 0), ("4", "4", 0), ("b ", "b", 1), ("a", None, 0)]) == ["4", "4", "", "none found"]
+    assert answers(7, [(" a 4 ", "a 4", 0), ("b", "b", 1)]) == []
 
 
 def test_several_sources_are_named(storage: str, capsys: pytest.CaptureFixture[str]) -> None:

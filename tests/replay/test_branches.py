@@ -31,6 +31,7 @@ def test_a_replay_lies_beside_the_run_and_leaves_nothing(run: RecordedRun, tmp_p
         prepared = branch.prepare()
         config = prepared.config
         assert prepared.replay and (prepared.replay.until, prepared.replay.attributes_gradient) == (13, True)
+        assert prepared.replayed == run.folder  # its prompts are to be these
         assert (config.name, config.train.steps, config.checkpoint.every) == ("a-13", 30, 0)
         assert config.checkpoint.init_from == f"{tmp_path}/storage/runs/a/step_000010"
         assert config.checkpoint.init_state == "all"

@@ -135,6 +135,20 @@ def test_scores_of_training_are_paired_prompt_by_prompt(tmp_path: Path) -> None:
     assert pairs.paired_prompts(control, open_storage(str(tmp_path / "none")), range(5, 8)) == []
 
 
+def test_rounding_of_sums_is_no_difference() -> None:
+    """The branch has the scores 0.1, 0.2, 0.3 of one prompt in another order."""
+    mean, other = (0.1 + 0.2 + 0.3) / 3, (0.3 + 0.2 + 0.1) / 3
+    assert mean != other
+    (row,) = pairs._paired("training prompts", 1, {"a": mean, "b": 0.5}, {"a": other, "b": 0.5})
+    assert (row.difference, row.better, row.worse) == ((0, 0), 0, 0)
+    (row,) = pairs._paired("training prompts", 1, {"a": 0.2, "b": 0.3, "c": 0}, {"a": 0.3, "b": 0.4, "c": 0.1})
+    assert (row.difference.half_width, row.better, row.worse) == (0, 3, 0)
+    (row,) = pairs._paired("training prompts", 1, {"a": 0.1, "b": 0.2, "c": 0.3}, {"a": 0.3, "b": 0.1, "c": 0.2})
+    assert (row.difference.value, row.better, row.worse) == (0, 1, 2)
+    (row,) = pairs._paired("training prompts", 1, {"a": 0.5, "b": 0.5}, {"a": 0.5 + 1e-9, "b": 0.5})
+    assert (row.better, row.worse) == (1, 0)
+
+
 def test_a_step_that_is_not_named_is_answered_with_one_that_there_is(tmp_path: Path) -> None:
     run, storage = run_of(tmp_path), str(tmp_path)
     assert running.split_step("a@30", storage) == ("a", 30)

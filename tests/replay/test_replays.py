@@ -3,8 +3,10 @@
 RLX_REPLAYS sets how many random steps of each of the five runs are replayed (4).
 """
 
+import json
 import os
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,6 +20,7 @@ from run_cases import Done, small, train
 from shared import KEPT, KILLED_S, NothingLeft, Script, assert_all_end, mlflow_history
 
 from rlx.cluster import connection
+from rlx.config.errors import ConfigError
 from rlx.replay import branches, comparing, inside_step, pairs, recorded
 from rlx.replay.branches import Branch, Scratch
 from rlx.replay.comparing import Comparison
@@ -176,6 +179,34 @@ def test_a_run_that_went_on_is_done_again_over_its_former_end(
     comparison, folder = done_again(control)  # beyond the end of the run
     assert comparison.holds and {each.step for each in comparison.metrics} == {*range(5, 12)}
     assert comparison.questions.keys() > ends and kept_evaluations(folder)[-1].step == 13
+
+
+def test_a_replay_asks_the_prompts_of_the_run_wherever_they_lie(
+    tiny_model: Path, storage: Path, place: Callable[[RecordedRun], Scratch]
+) -> None:
+    trained_on, held_out, moved = (storage / name for name in ("train.jsonl", "held.jsonl", "here.jsonl"))
+    for file, first in ((trained_on, 0), (held_out, 50)):
+        rows = [{"question": f"{each} + 1 =", "answer": str(each + 1)} for each in range(first, first + 12)]
+        file.write_text("\n".join(map(json.dumps, rows)))
+    data = {"data__source": str(trained_on), "data__params": {}, "eval__source": str(held_out)}
+    train(config_of(tiny_model, storage, "files", **ONE, **data, train__steps=4))
+    run = RecordedRun.read("files", str(storage))
+    where = place(run)
+    moved.write_text(trained_on.read_text())
+    branch = where.placed(replace(branches.branch_to(run, 1), changes={"data.source": str(moved)}))
+    assert done_again(branch)[0].holds
+    whatif = {"algorithm.clip_high": 0.01, "eval.every": 1}
+    for file, setting, which, changes in (
+        (held_out, "eval.source", "held-out prompts", whatif),
+        (trained_on, "data.source", "prompts", {}),
+    ):
+        before = file.read_text()
+        file.write_text(before.replace(" + 1", " + 2", 1))
+        with pytest.raises(
+            ConfigError, match=f"^{setting} {re.escape(str(file))}: its {which} are not those of run fil"
+        ):
+            done_again(where.placed(replace(branches.branch_to(run, 3), changes=changes)))
+        file.write_text(before)
 
 
 @pytest.fixture

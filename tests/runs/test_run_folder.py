@@ -737,6 +737,26 @@ def test_a_run_goes_on_with_its_own_prompts_or_changes_nothing(
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
+@pytest.mark.parametrize(("table", "which"), [("train", "prompts"), ("held_out", "held-out prompts")])
+@pytest.mark.parametrize("from_start", [True, False])
+def test_a_replay_has_the_prompts_of_its_run_or_leaves_nothing(
+    from_start: bool, table: str, which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "rows_of", TableRows)
+    saw, has = (pa.table({"token_ids": [[each], [2]], "answer": ["1", "2"]}) for each in (1, 3))
+    recorded, folder = open_storage(str(made(tmp_path / "a"))), open_storage(str(tmp_path / "b"))
+    start = f"{tmp_path}/a/step_000010"
+    config = from_tree(settings(name="b")) if from_start else starting(start, train__steps=40)
+    rows = {"train": TableRows(saw), "held_out": TableRows(saw)}
+    (recorded / "prompts.json").write_text(prompt_record(config.data, config.eval, rows))
+    tables = {"train": saw, "held_out": saw} | {table: has}
+    ready = PreparedRun(config, "model", plan_resources(config), tables=tables, replayed=recorded)
+    said = rf"^data\.source reasoning.*: its {which} are not those of run a, which cannot change now: their texts or"
+    with pytest.raises(ConfigError, match=said):
+        launch.run(ready, folder, parent=Parent(folder), notify=print, processes=NoProcesses())
+    assert not (folder / "config.yaml").exists()
+
+
 def test_what_an_interrupted_start_has_left_is_no_run(storage: Path) -> None:
     runs = storage / "runs"
     (runs / "half").mkdir()
