@@ -90,7 +90,8 @@ METRICS = {
     "episode/contexts": "mean contexts of an episode: 1 if the chat template never changes earlier turns",
     "episode/tool_calls": "mean calls of tools in an episode",
     "episode/tool_use_fraction": "fraction of the episodes in which a tool was called",
-    "episode/tool_errors": "mean calls of tools in an episode that were malformed, or failed",
+    "episode/tool_errors": "mean calls of tools in an episode that were malformed, or failed; 0 for an agent with "
+    "tools, which alone knows what failed",
     "episode/no_room_fraction": "fraction cut early: what the environment said did not fit in rollout.max_tokens",
     "episode/failed_fraction": "fraction of the episodes whose environment failed: the sum of the next four",
     "episode/hung_fraction": "fraction that ended because a call took longer than environment.timeout_s",
