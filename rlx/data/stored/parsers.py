@@ -130,10 +130,11 @@ def parse_csv(file: pa.NativeFile, part: Part, columns: Columns) -> Iterator[Row
         strings_can_be_null=True,
         null_values=[""],
     )
-    block = max(_NEXT_BYTES, min(file.size(), _LONGEST_ROW))  # a row has to fit in one
+    content = file.read_buffer()  # once, since a file may lie far away
+    block = max(_NEXT_BYTES, min(content.size, _LONGEST_ROW))  # a row has to fit in one
     try:
         table = pa.csv.read_csv(
-            file,
+            pa.BufferReader(content),
             # With threads an error names no row.
             read_options=pa.csv.ReadOptions(use_threads=False, block_size=block),
             parse_options=pa.csv.ParseOptions(newlines_in_values=True),
@@ -144,17 +145,16 @@ def parse_csv(file: pa.NativeFile, part: Part, columns: Columns) -> Iterator[Row
             raise
         too_long = f"a row is longer than {_LONGEST_ROW >> 20} MiB: a cell is that large, or its quote is never closed"
         raise ValueError(f"{part.name}: {too_long}") from None
-    _check_quotes(file, part)
+    _check_quotes(content, part)
     yield from table_rows(table, columns, 1)  # below the header, which is a row of the file, too
 
 
-def _check_quotes(file: pa.NativeFile, part: Part) -> None:
+def _check_quotes(content: pa.Buffer, part: Part) -> None:
     """Raises ValueError for a quote that is not closed where its cell ends.
 
     pyarrow takes the rows that follow for a part of this cell, up to the next quote or the end of the file.
     """
-    file.seek(0)
-    text, begins = io.TextIOWrapper(file, "utf-8", "replace", newline=""), 1
+    text, begins = io.TextIOWrapper(pa.BufferReader(content), "utf-8", "replace", newline=""), 1
     csv.field_size_limit(_LONGEST_ROW)
     try:
         for _ in (rows := csv.reader(text, strict=True)):
@@ -162,8 +162,6 @@ def _check_quotes(file: pa.NativeFile, part: Part) -> None:
     except csv.Error as error:
         problem = "a quote is not closed where its cell ends; within a cell a quote is written twice"
         raise ValueError(f"{part.name}:{begins}: {problem}: {error}") from None
-    finally:
-        text.detach()
 
 
 def parse_parquet(file: pa.NativeFile, part: Part, columns: Columns) -> Iterator[Row]:
